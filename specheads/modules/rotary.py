@@ -1,0 +1,55 @@
+"""Rotary position embedding (Su et al. 2021), half-split layout as in the Llama family, with llama3 and linear scaling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: Mapping[str, object] | None = None) -> Tensor:
+    """Angles per position of each of the head_dim / 2 pairs, fp32.
+
+    ``scaling``: Hugging Face rope parameters (``rope_type`` linear or llama3), or None.
+
+    Raises:
+        ValueError: a rope type that is not known here.
+    """
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    kind = str((scaling or {}).get("rope_type", (scaling or {}).get("type", "default")))
+    if scaling is None or kind == "default":
+        return frequencies
+    if kind not in ("linear", "llama3"):
+        raise ValueError(f"rope_scaling: got rope_type {kind!r}, expected default, linear or llama3")
+    factor = float(scaling["factor"])  # type: ignore[arg-type]
+    if kind == "linear":
+        return frequencies / factor
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])  # type: ignore[arg-type]
+    original = float(scaling["original_max_position_embeddings"])  # type: ignore[arg-type]
+    wavelengths = 2 * math.pi / frequencies
+    blend = ((original / wavelengths - low) / (high - low)).clamp(0, 1)  # 0: slowed by the factor, 1: untouched
+    return frequencies / factor * (1 - blend) + frequencies * blend
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn x [B heads N head_dim] by the angles of its positions (cos, sin: B 1 N head_dim)."""
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+
+
+class Rotary(nn.Module):
+    """Angles for positions: a buffer of this module alone, so two models with unlike theta never share a table."""
+
+    inverse: Tensor
+
+    def __init__(self, head_dim: int, theta: float, scaling: Mapping[str, object] | None = None) -> None:
+        super().__init__()
+        self.register_buffer("inverse", inverse_frequencies(head_dim, theta, scaling), persistent=False)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """positions: B N -> cos, sin: B 1 N head_dim in ``dtype`` (angles in fp32)."""
+        angles = positions[:, None, :, None].float() * self.inverse.float()
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
