@@ -73,3 +73,24 @@ class KVCache:
         rows, nodes = new.shape[:2]
         committed = torch.arange(self.width, device=new.device) < self.lengths[:, None]  # B width
         return torch.cat([committed[:, None].expand(rows, nodes, self.width), new], dim=-1)
+
+    def put(self, rows: Tensor, other: KVCache) -> None:
+        """Make ``rows`` (R ids) of this cache the R rows of ``other``: a fresh prefill takes over finished rows."""
+        if other.width > self.capacity:
+            raise ValueError(f"cache of {self.capacity} columns cannot take rows of {other.width}")
+        self.storage[:, :, rows, :, : other.width] = other.storage[..., : other.width, :]
+        self.lengths = self.lengths.index_copy(0, rows, other.lengths)
+        self.width = int(self.lengths.max())
+
+    def clear(self, rows: Tensor) -> None:
+        """Forget what ``rows`` (R ids) hold, so that a finished row no longer keeps ``width`` up."""
+        self.lengths = self.lengths.index_fill(0, rows, 0)
+        self.width = int(self.lengths.max())
+
+    def select(self, rows: Tensor) -> KVCache:
+        """A new cache that holds copies of ``rows`` (R ids) only, in that order."""
+        _, layers, _, kv_heads, _, head_dim = self.storage.shape
+        few = KVCache(layers, 0, kv_heads, self.capacity, head_dim, self.storage.dtype, self.storage.device)
+        few.storage, few.lengths = self.storage.index_select(2, rows), self.lengths.index_select(0, rows)
+        few.width = int(few.lengths.max()) if len(rows) else 0
+        return few

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,13 @@ class Rotary(nn.Module):
     def __init__(self, head_dim: int, theta: float, scaling: Mapping[str, object] | None = None) -> None:
         super().__init__()
         self.register_buffer("inverse", inverse_frequencies(head_dim, theta, scaling), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
+        """Follows the module to a device but not to another dtype: in bf16 the angles would be off by whole turns."""
+        inverse = self.inverse
+        super()._apply(fn, recurse)
+        self.inverse = inverse.to(self.inverse.device)
+        return self
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions: B N -> cos, sin: B 1 N head_dim in ``dtype`` (angles in fp32)."""
