@@ -1,0 +1,238 @@
+"""Self-distillation: the target answers the prompts, and every answer is a line of a file at once.
+
+A distilled row::
+
+    {"id": "qa-17#1", "prompt_id": "qa-17", "category": "qa",
+     "messages": [..., {"role": "assistant", "content": "Because ..."}],
+     "prompt_ids": [...], "output_ids": [...], "finish": "stop", "temperature": 0.8,
+     "provenance": {"model", "fingerprint", "template", "temperature", "top_p", "max_new_tokens", "seed", "date"}}
+
+The file is append-only. A run that was killed, at whatever byte, is taken up by running it again: finished rows stand,
+a torn last line is dropped, and a row's random numbers come from its own id, so the rest reads as if nothing happened.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specheads.data.conversations import Prompt, Skipped
+from specheads.data.engines import ENGINES, Request
+from specheads.data.tokenize import SkipRow, prompt_ids, template_hash
+from specheads.target.adapter import Target
+from specheads.utils import InputError, atomic_path, disk_error
+
+WINDOW = 8  # batches whose prompts are sorted together: neighbours of like length, yet a mixed file at any moment
+
+
+@dataclass
+class DistillReport:
+    """What a run wrote. ``rows`` and ``tokens`` count this run; ``reused`` rows stood in the file before."""
+
+    rows: int = 0
+    tokens: int = 0
+    reused: int = 0
+    skipped: Skipped = field(default_factory=Skipped)
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens per second, prefill included; 0 when nothing was written."""
+        return self.tokens / self.seconds if self.rows else 0.0
+
+
+def finished_rows(path: Path) -> dict[str, dict[str, Any]]:
+    """Rows of a distilled file by id; a torn last line is cut off the file first.
+
+    Raises:
+        InputError: a line in the middle is broken or is not a distilled row (file:line).
+    """
+    if not path.exists():
+        return {}
+    raw = path.read_bytes()
+    lines = raw.split(b"\n")
+    rows: dict[str, dict[str, Any]] = {}
+    kept: list[bytes] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except ValueError:  # UnicodeDecodeError is one
+            if number == len(lines):
+                break  # the kill came in the middle of this write
+            raise InputError(
+                f"{path}:{number}: broken JSON in the middle of the file; expected a row written by `generate`. "
+                "Delete that line to have its prompt answered again"
+            ) from None
+        if not isinstance(row, dict) or not {"id", "output_ids", "provenance"} <= set(row):
+            raise InputError(
+                f"{path}:{number}: not a row that `generate` wrote (no id, output_ids and provenance); "
+                "choose another output file"
+            )
+        rows[str(row["id"])] = row
+        kept.append(line)
+    whole = b"".join(line + b"\n" for line in kept)
+    if whole != raw:
+        with atomic_path(path) as temporary:
+            temporary.write_bytes(whole)
+    return rows
+
+
+def _check_same_source(path: Path, rows: dict[str, dict[str, Any]], target: Target) -> None:
+    """All rows must come from this target through this template."""
+    expected = {"fingerprint": target.config.fingerprint, "template": template_hash(target.tokenizer)}
+    for name, row in rows.items():
+        for key, value in expected.items():
+            if row["provenance"].get(key) != value:
+                raise InputError(
+                    f"{path}: row {name!r} was written with {key} {row['provenance'].get(key)!r} "
+                    f"({row['provenance'].get('model')}), this run has {value!r} ({target.config.name}); "
+                    "choose another output file, or delete this one"
+                )
+
+
+def plan(
+    target: Target,
+    prompts: Sequence[Prompt],
+    *,
+    temperatures: Sequence[float],
+    answers_per_prompt: int,
+    max_prompt_tokens: int,
+    top_p: float,
+    seed: int,
+    skipped: Skipped,
+) -> dict[str, tuple[Prompt, Request]]:
+    """Every answer to be written, by row id. The k-th answer beyond the first has ``#k`` behind the prompt's id.
+
+    Prompt i's answer k takes ``temperatures[(i + k) % n]``: greedy and sampled rows alternate.
+    """
+    wanted: dict[str, tuple[Prompt, Request]] = {}
+    for index, prompt in enumerate(prompts):
+        try:
+            ids = prompt_ids(target.tokenizer, prompt.messages)
+        except SkipRow as reason:
+            skipped[str(reason)] += 1
+            continue
+        if len(ids) > max_prompt_tokens:
+            skipped[f"prompt longer than {max_prompt_tokens} tokens"] += 1
+            continue
+        if max(ids) >= target.config.vocab_size:
+            raise InputError(
+                f"prompt {prompt.id!r}: token id {max(ids)} is beyond the embedding ({target.config.vocab_size} rows); "
+                "the tokenizer does not belong to this target"
+            )
+        for answer in range(answers_per_prompt):
+            name = prompt.id if answer == 0 else f"{prompt.id}#{answer}"
+            temperature = float(temperatures[(index + answer) % len(temperatures)])
+            wanted[name] = (prompt, Request(name, ids, temperature, top_p, seed))
+    return wanted
+
+
+def in_order(requests: Sequence[Request], batch_size: int, seed: int) -> list[Request]:
+    """Shuffled by id, then sorted by length (long first) within windows of a few batches."""
+    shuffled = sorted(requests, key=lambda request: random.Random(f"{seed}/{request.key}").random())
+    size = WINDOW * batch_size
+    windows = (shuffled[start : start + size] for start in range(0, len(shuffled), size))
+    return [request for window in windows for request in sorted(window, key=lambda r: -len(r.prompt_ids))]
+
+
+def distill(
+    target: Target,
+    prompts: Sequence[Prompt],
+    out_path: str | Path,
+    *,
+    engine: str = "batched",
+    max_new_tokens: int = 256,
+    batch_size: int = 32,
+    temperatures: Sequence[float] = (0.0, 0.8),
+    top_p: float = 1.0,
+    answers_per_prompt: int = 1,
+    max_prompt_tokens: int = 1024,
+    seed: int = 0,
+    progress: Callable[[int, int, int], None] | None = None,
+) -> DistillReport:
+    """Let the target answer ``prompts`` into ``out_path``, continuing what is there.
+
+    progress: called with (rows done, rows in all, new tokens of this run) after every row.
+
+    Raises:
+        InputError: unknown engine, bad numbers, a file by another target or template, a full disk.
+    """
+    if engine not in ENGINES:
+        raise InputError(f"engine: got {engine!r}, expected one of {sorted(ENGINES)}")
+    if max_new_tokens < 1 or batch_size < 1 or answers_per_prompt < 1 or not temperatures or min(temperatures) < 0:
+        raise InputError(
+            f"generation: got max_new_tokens {max_new_tokens}, batch_size {batch_size}, answers_per_prompt "
+            f"{answers_per_prompt}, temperatures {tuple(temperatures)}; expected counts of 1 or more and at least one "
+            "temperature of 0 or more"
+        )
+    path, report = Path(out_path), DistillReport()
+    room = target.config.context_limit - max_new_tokens
+    wanted = plan(
+        target,
+        prompts,
+        temperatures=temperatures,
+        answers_per_prompt=answers_per_prompt,
+        max_prompt_tokens=min(max_prompt_tokens, room),
+        top_p=top_p,
+        seed=seed,
+        skipped=report.skipped,
+    )
+    done = finished_rows(path)
+    _check_same_source(path, done, target)
+    report.reused = sum(name in done for name in wanted)
+    missing = in_order([request for name, (_, request) in wanted.items() if name not in done], batch_size, seed)
+    if not missing:
+        return report
+    writer = ENGINES[engine](target, batch_size=batch_size, max_new_tokens=max_new_tokens)
+    start = time.perf_counter()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as stream:
+            for answer in writer.run(missing):
+                prompt, request = wanted[answer.key]
+                row = _row(target, prompt, request, answer.output_ids, answer.finish, max_new_tokens)
+                stream.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+                stream.flush()
+                report.rows += 1
+                report.tokens += len(answer.output_ids)
+                report.seconds = time.perf_counter() - start
+                if progress is not None:
+                    progress(report.reused + report.rows, len(wanted), report.tokens)
+    except OSError as error:
+        raise disk_error(path, error) from error
+    return report
+
+
+def _row(
+    target: Target, prompt: Prompt, request: Request, output_ids: list[int], finish: str, max_new_tokens: int
+) -> dict[str, Any]:
+    """The line to write, with where it came from."""
+    text = target.tokenizer.decode(output_ids, skip_special_tokens=True)
+    return {
+        "id": request.key,
+        "prompt_id": prompt.id,
+        "category": prompt.category,
+        "messages": [*prompt.messages, {"role": "assistant", "content": text}],
+        "prompt_ids": request.prompt_ids,
+        "output_ids": output_ids,
+        "finish": finish,
+        "temperature": request.temperature,
+        "provenance": {
+            "model": target.config.name,
+            "fingerprint": target.config.fingerprint,
+            "template": template_hash(target.tokenizer),
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "max_new_tokens": max_new_tokens,
+            "seed": request.seed,
+            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        },
+    }
