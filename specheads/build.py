@@ -1,0 +1,197 @@
+"""From a recipe to objects: the only module that reads a recipe and makes things of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specheads.checkpoints import load_draft
+from specheads.checkpoints.io import resolve_folder
+from specheads.config.load import recipe_of
+from specheads.config.record import run_record
+from specheads.config.schema import (
+    Recipe,
+    TargetSection,
+    TrainingSection,
+)
+from specheads.data.dataset import RowSource
+from specheads.data.tokenize import Encoded
+from specheads.hardware import choose_dtype, dtype_name, processor_name
+from specheads.heads import HEADS
+from specheads.heads.base import Head
+from specheads.modules.draft_vocab import choose_draft_ids
+from specheads.target.adapter import Target
+from specheads.target.load import load_target
+from specheads.utils import InputError, write_json
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from specheads.training.settings import TrainCallbacks, TrainSettings
+    from specheads.training.trainer import Trainer
+
+RUN_FILE = "run.json"
+CHECKPOINT = "checkpoint"  # of an output folder: the best one, in the native format
+
+
+def build_target(section: TargetSection, dtype: str | None = None) -> Target:
+    """The frozen target of a recipe; ``dtype`` replaces the recipe's.
+
+    Raises:
+        InputError: see ``load_target``.
+    """
+    return load_target(
+        section.name,
+        dtype=dtype or section.dtype,
+        device=section.device,
+        revision=section.revision,
+        trust_remote_code=section.trust_remote_code,
+    )
+
+
+def token_counts(rows: Sequence[Encoded], vocab_size: int) -> Tensor:
+    """How often each token of the vocabulary (V int64) is supervised in ``rows``."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for row in rows:
+        ids = torch.tensor(row.input_ids)[torch.tensor(row.loss_mask)]
+        counts += torch.bincount(ids, minlength=vocab_size)
+    return counts
+
+
+def build_head(recipe: Recipe, target: Target, rows: Sequence[Encoded]) -> Head:
+    """A fresh head; a draft vocabulary takes the tokens that ``rows`` supervise most often, EOS ids always among them.
+
+    Raises:
+        InputError: options that do not fit the target, see ``Head.build``.
+    """
+    torch.manual_seed(recipe.seed)  # the first weights are a function of the recipe
+    options = recipe.head.model_dump(exclude={"type"})
+    size, draft_ids = recipe.head.draft_vocab_size, None
+    if size is not None and size < target.config.vocab_size:
+        draft_ids = choose_draft_ids(token_counts(rows, target.config.vocab_size), size, always=target.config.eos_ids)
+    return HEADS[recipe.head.type].build(target.config, target.parts, options, draft_ids)
+
+
+def build_settings(section: TrainingSection, seed: int, heldout_rows: int, device: Any) -> TrainSettings:
+    """The trainer's settings; "auto" becomes the dtype whose matrix products are faster on ``device``."""
+    from specheads.training.settings import TrainSettings
+
+    dtype = dtype_name(choose_dtype(section.dtype, device).dtype)
+    return TrainSettings(**section.model_dump(exclude={"dtype"}), dtype=dtype, seed=seed, eval_rows=heldout_rows)
+
+
+def build_trainer(
+    recipe: Recipe,
+    target: Target,
+    head: Head,
+    data: RowSource,
+    heldout: RowSource,
+    accelerator: Accelerator,
+    folder: Path,
+    callbacks: TrainCallbacks | None = None,
+) -> Trainer:
+    """The trainer of a recipe, writing to ``folder``.
+
+    Raises:
+        InputError: settings out of range, or a batch that the processes cannot share evenly.
+    """
+    from specheads.training.trainer import Trainer
+
+    return Trainer(
+        head,
+        target.parts,
+        data,
+        heldout,
+        build_settings(recipe.training, recipe.seed, recipe.data.heldout_rows, accelerator.device),
+        accelerator,
+        folder,
+        target_config=target.config,
+        callbacks=callbacks,
+        extra={"run": record(recipe, target)},
+    )
+
+
+def record(recipe: Recipe, target: Target) -> dict[str, Any]:
+    """What this run is: recipe, command, versions, git state, machine, dtype and its reason."""
+    return run_record(
+        recipe,
+        {
+            "processor": processor_name(),
+            "threads": torch.get_num_threads(),
+            "device": str(target.device),
+            "dtype": dtype_name(target.dtype),
+            "dtype_reason": target.dtype_reason,
+            "target": asdict(target.config),
+        },
+    )
+
+
+def write_record(folder: str | Path, recipe: Recipe, target: Target) -> None:
+    """``run.json`` in a folder."""
+    write_json(Path(folder) / RUN_FILE, record(recipe, target))
+
+
+@dataclass
+class Loaded:
+    """A checkpoint with everything that decoding needs."""
+
+    folder: Path
+    recipe: Recipe
+    target: Target
+    head: Head
+
+
+def checkpoint_folder(source: str | Path) -> Path:
+    """The folder of a checkpoint: a run's output folder stands for the checkpoint in it.
+
+    Raises:
+        InputError: a run that has not finished its training; see ``resolve_folder`` for the rest.
+    """
+    path = Path(source).expanduser()
+    if (path / CHECKPOINT / "config.json").is_file():
+        return path / CHECKPOINT
+    if path.is_dir() and not (path / "config.json").is_file() and (path / "stages").is_dir():
+        raise InputError(
+            f"checkpoint: {source} is a run that has no finished checkpoint yet; run the same training again"
+        )
+    return resolve_folder(source)
+
+
+def recipe_beside(folder: Path, overrides: Sequence[str]) -> Recipe:
+    """The recipe that made a checkpoint, or defaults where none is recorded, with the overrides laid over it.
+
+    Raises:
+        InputError: an override that does not fit.
+    """
+    for place in (folder, *folder.parents[:2]):
+        try:
+            values = json.loads((place / RUN_FILE).read_text(encoding="utf-8"))["recipe"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        return recipe_of(values, overrides, source=str(place / RUN_FILE))
+    return recipe_of({"head": {"type": "eagle3"}, "training": {"epochs": 1}}, overrides, source=str(folder))
+
+
+def load_checkpoint(source: str | Path, overrides: Sequence[str] = (), dtype: str | None = None) -> Loaded:
+    """A checkpoint of any dialect, and the target it was made for (or the one that ``target.name=`` names).
+
+    Raises:
+        InputError: no such checkpoint, a damaged one, one for another target, a wrong override.
+    """
+    folder = checkpoint_folder(source)
+    recipe = recipe_beside(folder, overrides)
+    load_draft(folder)  # a damaged checkpoint is told before seconds are spent on the target
+    target = build_target(recipe.target, dtype)
+    head = load_draft(folder, target.config)
+    return Loaded(folder, recipe, target, head.to(target.device, target.dtype).eval().requires_grad_(False))
+
+
+def build_plain(target: Target) -> PlainDecoder:
+    """The target's own loop, one token a forward, with the signature of the speculative decoder."""
+    return PlainDecoder(target)

@@ -1,0 +1,124 @@
+"""Measure a checkpoint against its target alone, and leave a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from specheads.build import Loaded, build_decoders, build_plain
+from specheads.data.tokenize import prompt_ids
+from specheads.evaluation.benchmark import run_benchmark
+from specheads.evaluation.divergence import Divergence, Identity, raise_for_errors, verify_identical
+from specheads.evaluation.record import BenchmarkReport, Row
+from specheads.evaluation.report import print_report, write_report
+from specheads.evaluation.suites import load_suite
+from specheads.jobs.screen import Screen
+from specheads.utils import write_json
+
+
+def evaluate(
+    loaded: Loaded, screen: Screen, *, json_file: str | None = None, folder: str | None = None
+) -> BenchmarkReport:
+    """Benchmark, show, write what was asked for, and only then fail on tokens that are not the target's own.
+
+    Args:
+        json_file: file for the report, ``-`` for stdout.
+        folder: for report.md, report.json and the pictures.
+
+    Raises:
+        InputError: an unusable suite, a full disk, or (after everything is written) a divergence that is no near tie.
+    """
+    report = measure(loaded, screen, default=loaded.recipe.decoding.drafter)
+    screen.draw(lambda console: print_report(report, console))
+    if folder is not None:
+        paths = write_report(report, folder)
+        screen.line("written: " + ", ".join(str(path) for path in paths.values()))
+    if json_file == "-":
+        screen.json(report.to_json())
+    elif json_file is not None:
+        write_json(json_file, report.to_json())
+        screen.line(f"written: {json_file}")
+    report.check()
+    return report
+
+
+def measure(loaded: Loaded, screen: Screen, default: str | None = "fastest") -> BenchmarkReport:
+    """The benchmark of a recipe's section ``evaluation``. ``default``: drafter of the overall line.
+
+    Raises:
+        InputError: see ``load_suite`` and ``run_benchmark``.
+    """
+    section = loaded.recipe.evaluation
+    suite = load_suite(section.suite, per_category=section.prompts_per_category)
+    with screen.stage("machine"):
+        decoders = build_decoders(loaded, section.drafters)
+    with screen.stage("evaluation") as progress:
+        return run_benchmark(
+            loaded.target,
+            decoders,
+            suite,
+            plain=build_plain(loaded.target),
+            max_new_tokens=section.max_new_tokens,
+            repeats=section.repeats,
+            default=default if default in (None, "fastest", *decoders) else None,
+            draft=str(loaded.folder),
+            head=loaded.head.name,
+            progress=progress,
+        )
+
+
+def exact_tokens(loaded: Loaded, screen: Screen, prompts: int, max_new_tokens: int) -> dict[str, Any]:
+    """Tokens of every decoder against the target's own over a few prompts of the suite; meant for fp32.
+
+    Raises:
+        InputError: a divergence that is no exact tie.
+    """
+    suite = load_suite(loaded.recipe.evaluation.suite)
+    chosen = [suite[index * len(suite) // prompts] for index in range(min(prompts, len(suite)))]
+    decoders = {"plain loop": build_plain(loaded.target), **build_decoders(loaded, loaded.recipe.evaluation.drafters)}
+    ids = [prompt_ids(loaded.target.tokenizer, prompt.messages) for prompt in chosen]
+    names = [prompt.id for prompt in chosen]
+    with screen.stage("the same in fp32") as progress:
+        found = verify_identical(loaded.target, decoders, ids, max_new_tokens, names=names, progress=progress)
+    raise_for_errors(found)
+    return {
+        "dtype": "fp32",
+        "prompts": len(ids),
+        "tokens_each": max_new_tokens,
+        "identical": {one.name: one.identical for one in found},
+    }
+
+
+def report_of(value: dict[str, Any]) -> BenchmarkReport:
+    """The report that ``to_json`` made ``value`` of, to show it again."""
+    by_drafter = {name: Row(**row) for name, row in value["by_drafter"].items()}
+    plain = value["plain"]
+    return BenchmarkReport(
+        **{
+            **{name: value[name] for name in BenchmarkReport.__dataclass_fields__ if name in value},
+            "rows": [Row(**row) for row in value["rows"]],
+            "by_drafter": by_drafter,
+            "plain": _identity("plain loop", {**plain, "prompts": value["overall"]["prompts"]}),
+            "identities": {name: _identity(name, row) for name, row in value["by_drafter"].items()},
+        }
+    )
+
+
+def _identity(name: str, row: dict[str, Any]) -> Identity:
+    # JSON has no infinity: a gap that is None was an end that came too early or too late
+    parted = [
+        Divergence(**{**one, "gap": float("inf") if one["gap"] is None else one["gap"]})
+        for one in row["first_divergences"]
+    ]
+    return Identity(name, row["prompts"], row["identical"], parted)
+
+
+def write(report: BenchmarkReport, folder: str | Path, extra: dict[str, Any]) -> dict[str, Path]:
+    """``write_report``, with further keys in report.json.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
+    paths = write_report(report, folder)
+    write_json(paths["json"], {**report.to_json(), **extra})
+    return paths
