@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,19 +15,21 @@ from specheads.checkpoints import load_draft
 from specheads.checkpoints.io import resolve_folder
 from specheads.config.load import recipe_of
 from specheads.config.record import run_record
-from specheads.config.schema import (
-    Recipe,
-    TargetSection,
-    TrainingSection,
-)
+from specheads.config.schema import DecodingSection, Recipe, TargetSection, TrainingSection
 from specheads.data.dataset import RowSource
 from specheads.data.tokenize import Encoded
+from specheads.decoding.baseline import PlainDecoder
+from specheads.decoding.controller import StepCosts
+from specheads.decoding.decoder import SpeculativeDecoder
+from specheads.decoding.drafters.joined import JoinedDrafter
+from specheads.decoding.drafters.ngram import NgramDrafter
 from specheads.hardware import choose_dtype, dtype_name, processor_name
 from specheads.heads import HEADS
-from specheads.heads.base import Head
+from specheads.heads.base import Drafter, Head
 from specheads.modules.draft_vocab import choose_draft_ids
 from specheads.target.adapter import Target
 from specheads.target.load import load_target
+from specheads.tree.dynamic import DynamicTree
 from specheads.utils import InputError, write_json
 
 if TYPE_CHECKING:
@@ -195,3 +197,33 @@ def load_checkpoint(source: str | Path, overrides: Sequence[str] = (), dtype: st
 def build_plain(target: Target) -> PlainDecoder:
     """The target's own loop, one token a forward, with the signature of the speculative decoder."""
     return PlainDecoder(target)
+
+
+def build_policy(section: DecodingSection, head: Head) -> Any:
+    """The tree limits of a recipe for a head of dynamic trees; None for others, whose checkpoint holds their tree."""
+    if head.name != "eagle3":
+        return None
+    return DynamicTree(section.tree_depth, section.tree_top_k, section.tree_nodes)
+
+
+def build_decoders(loaded: Loaded, names: Sequence[str]) -> dict[str, SpeculativeDecoder]:
+    """Decoders by drafter: ``head``, ``lookup``, ``joined`` (both in one tree), sized by what forwards cost here.
+
+    Raises:
+        InputError: decoding limits out of range.
+    """
+    section, target, head = loaded.recipe.decoding, loaded.target, loaded.head
+    costs = StepCosts.probe(target)
+    policy = build_policy(section, head)
+
+    def lookup() -> Drafter:
+        return NgramDrafter(section.lookup_max_match, section.lookup_min_match, section.lookup_drafts)
+
+    def draft() -> Drafter:
+        return head.drafter(target.parts, policy)
+
+    def joined(with_lookup: bool, with_head: bool) -> Callable[[], Drafter]:
+        return lambda: JoinedDrafter(lookup() if with_lookup else None, draft() if with_head else None, costs)
+
+    makers = {"head": joined(False, True), "lookup": joined(True, False), "joined": joined(True, True)}
+    return {name: SpeculativeDecoder(target, makers[name]) for name in names}

@@ -119,7 +119,7 @@ class DecodingSection(Section):
     """How drafts are made when text is generated."""
 
     drafter: Literal["joined", "head", "lookup"] = "joined"
-    lookup_max_match: int = Field(default=4, ge=1)
+    lookup_max_match: int = Field(default=16, ge=1)
     lookup_min_match: int = Field(default=1, ge=1)
     lookup_drafts: int = Field(default=7, ge=1)
     tree_depth: int = Field(default=5, ge=1, le=16)

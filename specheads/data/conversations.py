@@ -59,7 +59,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     try:
         raw = path.read_bytes()
-        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; give a .jsonl file with one conversation a line") from None
     except (OSError, EOFError) as error:

@@ -51,11 +51,14 @@ def finished_rows(path: Path) -> dict[str, dict[str, Any]]:
     """Rows of a distilled file by id; a torn last line is cut off the file first.
 
     Raises:
-        InputError: a line in the middle is broken or is not a distilled row (file:line).
+        InputError: it cannot be read, or a line in the middle is broken or is not a distilled row (file:line).
     """
     if not path.exists():
         return {}
-    raw = path.read_bytes()
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: could not be read ({error.strerror}); choose another output file") from error
     lines = raw.split(b"\n")
     rows: dict[str, dict[str, Any]] = {}
     kept: list[bytes] = []

@@ -64,8 +64,9 @@ class Stages:
         marker = self.read(name)
         missing = [str(path) for path in products if not Path(path).exists()]
         if marker is not None and marker["fingerprint"] == fingerprint(inputs) and not missing:
-            why = ", ".join(f"{key} {_short(value)}" for key, value in inputs.items())
-            self.screen.line(f"{name}: done, reused (made {marker.get('finished', '?')} from the same {why})")
+            when = str(marker.get("finished", "?"))[:16].replace("T", " ")
+            same = f"same {', '.join(inputs)}" if inputs else "it has no inputs"
+            self.screen.line(f"{name}: done, reused ({same}; fingerprint {marker['fingerprint']}, made {when})")
             self.reused.append(name)
             return marker["result"]
         if marker is not None:

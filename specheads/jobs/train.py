@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from specheads import build
 from specheads.checkpoints import export as write_export
-from specheads.checkpoints import load_draft
-from specheads.checkpoints.io import temporary_folder
+from specheads.checkpoints import load_draft, save_native
 from specheads.config.schema import Recipe
-from specheads.data.dataset import RowSource
+from specheads.data.collate import collate
+from specheads.data.dataset import RowSource, every_row_once
 from specheads.hardware import DTYPES
 from specheads.heads.base import Head
 from specheads.jobs.data import Rows, features, gather_rows
@@ -22,7 +25,7 @@ from specheads.jobs.screen import Progress, Screen
 from specheads.target.adapter import Target
 from specheads.training.launch import make_accelerator
 from specheads.training.settings import TrainCallbacks, TrainResult
-from specheads.training.state import STATE_FILE
+from specheads.tree.static import best_tree
 from specheads.utils import InputError
 
 if TYPE_CHECKING:
@@ -74,10 +77,9 @@ def train(recipe: Recipe, screen: Screen) -> dict[str, Any]:
     result = run_trainer(recipe, target, head, sources, folder, screen, accelerator)
     summary: dict[str, Any] = {"checkpoint": str(folder / build.CHECKPOINT), "data": rows.report, **described(result)}
     if accelerator.is_main_process:
-        keep(result.best, folder / build.CHECKPOINT)
+        best = keep(recipe, target, result.best, sources[1], folder / build.CHECKPOINT)
         build.write_record(folder, recipe, target)
         screen.line(f"checkpoint: {folder / build.CHECKPOINT} (best of the run, step {result.best_step})")
-        best = load_draft(folder / build.CHECKPOINT, target.config)
         summary["exports"] = {
             name: str(export(best, target, name, folder / "export" / name, screen, recipe.export.dtype))
             for name in recipe.export.formats
@@ -155,13 +157,32 @@ def described(result: TrainResult) -> dict[str, Any]:
     }
 
 
-def keep(source: Path, goal: Path) -> Path:
-    """A training checkpoint without the trainer's state, at ``goal``: whole or not at all."""
-    with temporary_folder(goal) as part:
-        for path in source.iterdir():
-            if path.is_file() and path.name != STATE_FILE:
-                shutil.copy2(path, part / path.name)
-    return goal
+def keep(recipe: Recipe, target: Target, best: Path, heldout: RowSource, goal: Path) -> Head:
+    """The best training checkpoint as the run's checkpoint at ``goal`` (whole or not at all), its tree chosen."""
+    head = load_draft(best, target.config)
+    choose_tree(head, target, heldout, recipe.decoding.tree_nodes)
+    save_native(goal, head, target.config, {"run": build.record(recipe, target)})
+    return head
+
+
+@torch.no_grad()
+def choose_tree(head: Head, target: Target, heldout: RowSource, nodes: int) -> None:
+    """For a head of static trees: the tree of ``nodes`` nodes that its hits by rank on held-out rows speak for."""
+    if not hasattr(head.config, "tree_paths"):
+        return
+    hits: Tensor | None = None
+    judged: Tensor | None = None
+    head.to(target.device).eval()
+    for rows in every_row_once(heldout.lengths, 4):
+        inputs = collate(heldout.rows(rows), head.feature_spec, heldout.layer_ids).to(target.device)
+        out = head.training_step(inputs, target.parts)
+        if out.rank_hits is not None:
+            hits = out.rank_hits if hits is None else hits + out.rank_hits
+            judged = out.steps if judged is None else judged + out.steps
+    if hits is None or judged is None or not int(judged.min()):
+        return
+    tree = best_tree(hits.double() / judged.double()[:, None], nodes)
+    head.config = replace(head.config, tree_paths=tree.paths)
 
 
 def export(

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from specheads.hardware import dtype_name
 from specheads.modules.kv_cache import KVCache
 from specheads.target import mask as masks
-from specheads.target.cache import CacheFacade
+from specheads.target.cache import CACHE_ARGUMENT, CacheFacade
 from specheads.target.facts import final_norm
 from specheads.types import DecodeStats, FrozenParts, GenerationOutput, SamplingParams, TargetConfig, TargetOutput
 from specheads.utils import InputError
@@ -65,9 +65,7 @@ class Target(ABC):
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache for ``rows`` sequences of up to ``capacity`` columns (committed ones and one tree)."""
         config = self.config
-        return KVCache(
-            config.num_layers, rows, config.num_kv_heads, capacity, config.head_dim, self.dtype, self.device
-        )
+        return KVCache(config.num_layers, rows, config.num_kv_heads, capacity, config.head_dim, self.dtype, self.device)
 
     @abstractmethod
     def forward(
@@ -229,7 +227,12 @@ class StockTarget(Target):
             positions = cache.lengths[:, None] + torch.arange(nodes, device=tokens.device)
         new = masks.causal(rows, nodes, tokens.device) if tree_mask is None else tree_mask
         mask = masks.additive(cache.visible(new), self.dtype)
-        return {"attention_mask": mask, "position_ids": positions, "cache": CacheFacade(cache), "use_cache": True}
+        return {
+            "attention_mask": mask,
+            "position_ids": positions,
+            CACHE_ARGUMENT: CacheFacade(cache),
+            "use_cache": True,
+        }
 
 
 def check_room(cache: KVCache, nodes: int, context_limit: int) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, LlamaModel
 
 from specheads.modules.kv_cache import KVCache
+
+# the argument that takes a cache: transformers renamed it, and Python 3.10 gets a release before that
+CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 
 
 class CacheFacade(Cache):

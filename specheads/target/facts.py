@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from specheads.target.cache import CACHE_ARGUMENT
 from specheads.types import FrozenParts, TargetConfig
 from specheads.utils import InputError
 
@@ -113,9 +114,7 @@ def target_config(model: PreTrainedModel, tokenizer: Any, name: str) -> TargetCo
         "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None,
         "tie_word_embeddings": bool(config.tie_word_embeddings),
     }
-    return TargetConfig(
-        name=name, eos_ids=_eos_ids(model, tokenizer), fingerprint=fingerprint(facts, model), **facts
-    )
+    return TargetConfig(name=name, eos_ids=_eos_ids(model, tokenizer), fingerprint=fingerprint(facts, model), **facts)
 
 
 def context_limit(config: Any) -> int:
@@ -146,7 +145,7 @@ def _cache_shape(model: PreTrainedModel, config: Any) -> tuple[int, int]:
     """Key-value heads and head size, from the model's own cache after two tokens."""
     cache = DynamicCache(config=config)
     ids = torch.tensor([[0, 1]], device=model.get_input_embeddings().weight.device)
-    model.get_decoder()(input_ids=ids, cache=cache, use_cache=True)
+    model.get_decoder()(input_ids=ids, use_cache=True, **{CACHE_ARGUMENT: cache})
     shapes = {
         tuple(tensor.shape)
         for layer in cache.layers

@@ -1,0 +1,177 @@
+"""Checkpoints of draft heads: saved natively, exported to the layouts that engines load, and read back from any.
+
+A format is a module: ``NAME``, ``HEADS`` (the heads it can hold), ``FILES`` (tensor files it writes), ``matches(config,
+keys)``, ``from_native(config, tensors, output_weight)`` and ``to_native(config, tensors, target)``, which take and give
+dictionaries and touch no file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specheads import heads
+from specheads.checkpoints import eagle3, medusa, native
+from specheads.checkpoints.card import model_card
+from specheads.checkpoints.io import (
+    CONFIG_FILE,
+    listed,
+    load_strict,
+    read_json,
+    read_tensors,
+    resolve_folder,
+    temporary_folder,
+    write_tensors,
+)
+from specheads.checkpoints.native import NativeConfig, native_config, save_native
+from specheads.heads.base import Head
+from specheads.modules.draft_vocab import DraftVocab
+from specheads.types import FrozenParts, TargetConfig
+from specheads.utils import InputError, write_json, write_text
+
+__all__ = ["FORMATS", "export", "load_draft", "read_draft", "save_native"]
+
+FORMATS: dict[str, ModuleType] = {"native": native, "medusa": medusa, "eagle3": eagle3}
+TENSOR_FILES = ("model.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
+
+
+def read_draft(
+    source: str | os.PathLike[str], target_config: TargetConfig | None = None
+) -> tuple[NativeConfig, dict[str, Tensor], Path]:
+    """A draft of any format as a native config and native tensors, and the folder it was in.
+
+    Raises:
+        InputError: nothing is there, a file is damaged, or the layout is none of ``FORMATS``.
+    """
+    folder = resolve_folder(source)
+    if not (folder / CONFIG_FILE).is_file():
+        raise InputError(f"draft: {folder} has no {CONFIG_FILE}, expected the folder of a draft checkpoint")
+    config = read_json(folder / CONFIG_FILE)
+    path = next((folder / name for name in TENSOR_FILES if (folder / name).is_file()), None)
+    if path is None:
+        raise InputError(f"draft: {folder} has no tensors, expected one of {', '.join(TENSOR_FILES)}; fetch it again")
+    tensors = read_tensors(path)
+    for module in FORMATS.values():
+        if module.matches(config, tensors):
+            try:
+                return *module.to_native(config, tensors, target_config), folder
+            except InputError as error:
+                raise InputError(f"{folder}: {error}") from error
+    raise InputError(
+        f"draft: {path} is no draft that is known ({', '.join(FORMATS)}): its tensors are {listed(tensors)}; "
+        "give a Medusa, EAGLE-3 or specheads checkpoint"
+    )
+
+
+def load_draft(
+    source: str | os.PathLike[str],
+    target_config: TargetConfig | None = None,
+    dtype: torch.dtype | None = None,
+    allow_other_target: bool = False,
+) -> Head:
+    """The head of a checkpoint in any format (told by its tensors), on the CPU.
+
+    ``target_config``: the target it is to draft for, checked against what the checkpoint says of its own (sizes, layer
+    count, fingerprint). ``allow_other_target``: let another fingerprint pass (a fine-tune of the same sizes).
+    ``dtype``: of the floating-point tensors, None = as stored.
+
+    Raises:
+        InputError: not a draft; a tensor missing, left over, of a wrong shape or not finite; another target.
+    """
+    config, tensors, folder = read_draft(source, target_config)
+    if target_config is not None:
+        check_target(config["target"], target_config, folder, allow_other_target)
+    if config["head"] not in heads.HEADS:
+        raise InputError(
+            f"{folder}: head is {config['head']!r}, expected one of {', '.join(heads.HEADS)}; update specheads"
+        )
+    try:
+        head = heads.HEADS[config["head"]].from_config(config["head_config"])
+    except (TypeError, KeyError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"{folder}: head_config does not describe a {config['head']} head ({error}); the config is damaged"
+        ) from error
+    stored = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    if dtype is None and len(stored) == 1:
+        dtype = stored.pop()
+    head.to(dtype or torch.float32)
+    load_strict(head, tensors, folder)
+    check_vocab(head, folder)
+    return head
+
+
+def check_vocab(head: Head, source: str | os.PathLike[str]) -> None:
+    """The tables of a head with a draft vocabulary, against each other.
+
+    Raises:
+        InputError: see ``DraftVocab.check``.
+    """
+    vocab = getattr(head, "vocab", None)
+    if isinstance(vocab, DraftVocab):
+        try:
+            vocab.check()
+        except InputError as error:
+            raise InputError(f"{source}: {error}") from error
+
+
+def check_target(
+    recorded: Mapping[str, Any], target: TargetConfig, folder: Path, allow_other_target: bool = False
+) -> None:
+    """Refuse a draft for another target. Facts that the checkpoint does not record are not compared.
+
+    Raises:
+        InputError: the fact, both values.
+    """
+    exact = () if allow_other_target else ("fingerprint",)
+    for name in ("hidden_size", "vocab_size", "num_layers", *exact):
+        want, got = recorded.get(name), getattr(target, name)
+        if want is not None and want != got:
+            hint = "; pass allow_other_target to use it all the same" if name in exact else ""
+            raise InputError(
+                f"{folder}: made for {recorded.get('name')} ({name} {want}), but the target is {target.name} "
+                f"({name} {got}); use the draft's own target{hint}"
+            )
+
+
+def export(
+    head: Head,
+    target_config: TargetConfig,
+    parts: FrozenParts,
+    format: str,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    numbers: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write ``head`` to ``folder`` in a format of ``FORMATS``, with a model card; whole or not at all.
+
+    ``dtype``: of the floating-point tensors, None = the head's own. ``numbers``: measured results for the card.
+
+    Raises:
+        InputError: an unknown format, one that cannot hold this head, unusable tensors, or a full disk.
+    """
+    if format not in FORMATS:
+        raise InputError(f"export: format {format!r} is not known, expected one of {', '.join(FORMATS)}")
+    check_vocab(head, "export")
+    module = FORMATS[format]
+    own = {name: tensor.detach().cpu() for name, tensor in head.state_dict().items()}
+    floats = next((tensor.dtype for tensor in own.values() if tensor.is_floating_point()), torch.float32)
+    dtype = dtype or floats
+    tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in own.items()}
+    written, out = module.from_native(
+        native_config(head, target_config, dtype, None), tensors, parts.output_weight.detach().cpu().to(dtype)
+    )
+    with temporary_folder(folder) as part:
+        for name in module.FILES:
+            write_tensors(part / name, out)
+        write_json(part / CONFIG_FILE, written)
+        write_text(part / "README.md", model_card(head.name, format, target_config, written, numbers))
+    return Path(folder)

@@ -1,0 +1,48 @@
+"""The model card (README.md) beside an exported draft."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specheads.types import TargetConfig
+
+READERS = {
+    "native": "specheads",
+    "medusa": "specheads, vLLM (name the method: `medusa`), TGI, TensorRT-LLM, the reference (exactly 5 heads)",
+    "eagle3": "specheads, vLLM, SGLang, llama.cpp (three feature layers, no fc_norm), the reference (no fc_norm)",
+}
+SHOWN = ("tau", "speedup_vs_hf", "speedup", "tokens_per_s", "hf_tokens_per_s", "identical", "prompts", "tokens")
+
+
+def model_card(
+    head: str, format: str, target: TargetConfig, config: Mapping[str, Any], numbers: Mapping[str, Any] | None
+) -> str:
+    """Markdown: what the draft is, who reads it, and what was measured (never more than was given)."""
+    layers = config.get("eagle_aux_hidden_state_layer_ids", config.get("feature_layers"))
+    lines = [
+        "---",
+        f"base_model: {target.name}",
+        "library_name: specheads",
+        "tags: [speculative-decoding, draft-head]",
+        "---",
+        f"# {head} draft for {target.name}",
+        "",
+        f"- Format: {format}; read by {READERS[format]}.",
+        f"- Target: {target.name} (hidden size {target.hidden_size}, vocabulary {target.vocab_size}, "
+        f"{target.num_layers} layers, fingerprint {target.fingerprint}). It drafts for this target only.",
+    ]
+    if layers:
+        lines.append(f"- Feature layers: {', '.join(map(str, layers))} (id i is the input of layer i).")
+    lines += ["", "## Measured", ""]
+    rows = [(name, numbers[name]) for name in SHOWN if numbers and numbers.get(name) is not None]
+    if rows:
+        lines += ["| | |", "|---|---|", *(f"| {name} | {_short(value)} |" for name, value in rows)]
+        lines.append("\ntau: tokens emitted per target forward, the bonus token included.")
+    else:
+        lines.append("Nothing was measured for this card; run `specheads evaluate` on this folder.")
+    return "\n".join(lines) + "\n"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,124 @@
+"""Attention of EAGLE-3's training-time test (Li et al. 2025).
+
+A query of draft step k at anchor t sees the step-0 keys of positions <= t and, of each step 1..k, only the key of its
+own anchor: what a draft chain that starts at t would have in its cache.
+
+On a CPU the first part is a flash kernel that also gives its log-sum-exp; the few own keys are merged in by hand. So
+memory grows with the positions, not with their square, and with the number of steps not at all. Other devices run
+one attention call over all keys, with a mask.
+
+Legend: B rows, T positions, M anchor slots a row (padded), k own keys, G query heads a key head, d head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def anchored_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, own: Sequence[tuple[Tensor, Tensor]], mask: Tensor
+) -> Tensor:
+    """One draft step for all anchors of a batch.
+
+    queries: B heads M d; keys, values: B kv_heads T d (step 0); own: the keys and values [B kv_heads M d] of steps 1
+    and later, this one included; mask: of ``anchor_mask``. Returns B heads M d.
+    """
+    rows, heads, slots, width = queries.shape
+    kv_heads = keys.shape[1]
+    folded = queries.reshape(rows, kv_heads, heads // kv_heads * slots, width)
+    if queries.device.type == "cpu":
+        flat = [tensor for pair in own for tensor in pair]
+        out = _AnchoredAttention.apply(folded, keys, values, mask, *flat)
+    else:
+        out = concatenated_attention(folded, keys, values, own, mask)
+    return out.reshape(rows, heads, slots, width)
+
+
+def anchor_mask(positions: Tensor, width: int, groups: int, dtype: torch.dtype) -> Tensor:
+    """Additive mask B 1 (G M) T over step-0 keys. positions: B M, of the anchors; width: T."""
+    column = torch.arange(width, device=positions.device)
+    hidden = column > positions[:, :, None]  # B M T
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, -torch.inf)
+    return mask[:, None, None].expand(-1, 1, groups, -1, -1).flatten(2, 3)
+
+
+def concatenated_attention(
+    folded: Tensor, keys: Tensor, values: Tensor, own: Sequence[tuple[Tensor, Tensor]], mask: Tensor
+) -> Tensor:
+    """The same in one call over all keys. folded: B kv_heads (G M) d -> B kv_heads (G M) d."""
+    if own:
+        slots = own[0][0].shape[2]
+        groups = folded.shape[2] // slots
+        others = torch.full((slots, slots), -torch.inf, dtype=mask.dtype, device=mask.device).fill_diagonal_(0.0)
+        others = others.repeat(groups, len(own)).expand(mask.shape[0], 1, -1, -1)
+        mask = torch.cat([mask, others], dim=-1)
+        keys = torch.cat([keys] + [key for key, _ in own], dim=2)
+        values = torch.cat([values] + [value for _, value in own], dim=2)
+    return F.scaled_dot_product_attention(folded, keys, values, mask)
+
+
+class _AnchoredAttention(torch.autograd.Function):
+    """Flash attention over the step-0 keys, merged with own keys by log-sum-exp.
+
+    Backward: the flash kernel works from the merged output and the merged log-sum-exp, which is all that it needs to
+    know of the keys it does not see.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *own: Tensor) -> Tensor:
+        out, total = _flash(queries, keys, values, 0.0, False, attn_mask=mask)  # total: B kv (G M)
+        shares = None
+        if own:
+            scores = _own_scores(queries, torch.stack(own[::2], dim=2)).to(total.dtype)  # B kv G k M
+            base = total.unflatten(-1, (-1, scores.shape[-1]))[:, :, :, None]  # B kv G 1 M
+            merged = torch.logsumexp(torch.cat([base, scores], dim=3), dim=3, keepdim=True)
+            shares = (scores - merged).exp()  # of each own key
+            kept = (base - merged).exp()[:, :, :, 0, :, None]
+            out = out.unflatten(2, (-1, scores.shape[-1])) * kept
+            for index, value in enumerate(own[1::2]):
+                out = out.addcmul_(value[:, :, None].to(out.dtype), shares[:, :, :, index, :, None])
+            out, total = out.flatten(2, 3).to(queries.dtype), merged.flatten(2)
+        ctx.save_for_backward(queries, keys, values, mask, out, total, shares, *own)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        queries, keys, values, mask, out, total, shares, *own = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_queries, grad_keys, grad_values = _flash_backward(
+            grad, queries, keys, values, out, total, 0.0, False, attn_mask=mask
+        )
+        grads: list[Tensor] = []
+        if own:
+            slots = own[0].shape[2]
+            groups = (queries.shape[2] // slots, slots)
+            asked, given = queries.unflatten(2, groups), grad.unflatten(2, groups)  # B kv G M d
+            scale = queries.shape[-1] ** -0.5
+            mean = (given * out.unflatten(2, groups)).sum(-1, dtype=shares.dtype)  # B kv G M
+            wide = grad_queries.unflatten(2, groups)
+            for index in range(len(own) // 2):
+                key, value = own[2 * index][:, :, None], own[2 * index + 1][:, :, None]  # B kv 1 M d
+                share = shares[:, :, :, index]
+                slope = (given * value).sum(-1, dtype=shares.dtype).sub_(mean).mul_(share).mul_(scale)[..., None]
+                slope, share = slope.to(queries.dtype), share[..., None].to(queries.dtype)
+                wide = wide.addcmul(slope, key)
+                grads += [(slope * asked).sum(2), (share * given).sum(2)]
+            grad_queries = wide.flatten(2, 3)
+        return grad_queries, grad_keys, grad_values, None, *grads
+
+
+def _own_scores(queries: Tensor, keys: Tensor) -> Tensor:
+    """queries: B kv (G M) d, keys: B kv k M d -> scaled products B kv G k M."""
+    asked = queries.unflatten(2, (-1, keys.shape[3]))[:, :, :, None]  # B kv G 1 M d
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    return (asked * keys[:, :, None]).sum(-1, dtype=wide) * queries.shape[-1] ** -0.5

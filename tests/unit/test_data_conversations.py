@@ -1,0 +1,145 @@
+"""Prompt and answer files: the policy for turns, the counted skips and the errors that name file:line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specheads.data.conversations import Skipped, builtin_files, clean_turns, read_prompts, read_rows
+from specheads.utils import InputError
+
+
+def turns(letters: str) -> list[dict[str, Any]]:
+    """ "UAU" as three turns with the texts u0, a1, u2."""
+    roles = {"U": "user", "A": "assistant", "S": "system", "T": "tool"}
+    return [{"role": roles[letter], "content": f"{letter.lower()}{at}"} for at, letter in enumerate(letters)]
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("letters", "expected"),
+    [
+        ("AUAU", [("user", "u1"), ("assistant", "a2"), ("user", "u3")]),
+        ("UUA", [("user", "u0\n\nu1")]),
+        ("UAA", [("user", "u0")]),
+        ("UAUU", [("user", "u0"), ("assistant", "a1"), ("user", "u2\n\nu3")]),
+        ("SAUA", [("system", "s0"), ("user", "u2")]),
+        ("UAUAA", [("user", "u0"), ("assistant", "a1"), ("user", "u2")]),
+    ],
+)
+def test_prompt_policy(tmp_path: Path, letters: str, expected: list[tuple[str, str]]) -> None:
+    prompts, skipped = read_prompts(write(tmp_path / "p.jsonl", {"messages": turns(letters)}))
+    assert [(turn["role"], turn["content"]) for turn in prompts[0].messages] == expected
+    assert not skipped
+
+
+@pytest.mark.parametrize(
+    ("letters", "expected"),
+    [("UAU", ["u0", "a1"]), ("AUAA", ["u1", "a2\n\na3"]), ("SUAUA", ["s0", "u1", "a2", "u3", "a4"])],
+)
+def test_answered_rows_end_with_the_answer(tmp_path: Path, letters: str, expected: list[str]) -> None:
+    rows, _ = read_rows(write(tmp_path / "p.jsonl", {"messages": turns(letters)}))
+    assert [turn["content"] for turn in rows[0]["messages"]] == expected
+
+
+def test_tool_turns_and_their_fields_survive(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "function": {"name": "f"}}]}
+    result = {"role": "tool", "content": "7", "tool_call_id": "c1"}
+    messages = [*turns("SU"), call, result, *turns("A")]
+    rows, _ = read_rows(write(tmp_path / "r.jsonl", {"messages": messages}))
+    assert rows[0]["messages"] == messages
+    prompts, _ = read_prompts(tmp_path / "r.jsonl")
+    assert list(prompts[0].messages) == messages[:4]  # a tool's result is what gets answered
+    assert clean_turns([*turns("U"), call, call])[1:] == [call, call]  # never merged
+
+
+def test_skips_are_counted_by_reason(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "p.jsonl",
+        {"messages": []},
+        {"messages": turns("S")},
+        {"messages": turns("A")},
+        {"messages": [{"role": "user", "content": "  "}]},
+        {"messages": [{"role": "critic", "content": "x"}]},
+        {"prompt": "hello"},
+        {"prompt": "hello"},
+        "",
+    )
+    prompts, skipped = read_prompts(path)
+    assert [prompt.messages[0]["content"] for prompt in prompts] == ["hello"]
+    assert skipped == Skipped({"empty": 2, "no user turn": 2, "unknown role 'critic'": 1, "repeated prompt": 1})
+    assert "2 empty" in skipped.describe()
+    assert Skipped().describe() == "none"
+
+
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [
+        ('{"prompt": "a"}\n{"prompt": "b"\n', ":2: broken JSON"),
+        ('{"prompt": "a"}\n\n[1]\n', ":3: got list"),
+        ('{"prompt": 3}\n', ":1: 'messages' is NoneType"),
+        ('{"messages": "hi"}\n', ":1: 'messages' is str"),
+        ('{"messages": ["hi"]}\n', ":1: a turn is"),
+        ('{"messages": [{"role": "user", "content": 3}]}\n', ":1: the content of a user turn is int"),
+        ('{"id": 1, "prompt": "a"}\n{"id": "1", "prompt": "b"}\n', ":2: id '1' is also the id of"),
+        ("", "the file is empty"),
+        ("\n\n", "the file is empty"),
+        ('{"messages": []}\n', "no usable row in 1 lines (skipped: 1 empty)"),
+    ],
+)
+def test_bad_files_name_the_line(tmp_path: Path, content: str, where: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(content)
+    with pytest.raises(InputError) as error:
+        read_prompts(path)
+    assert str(path) in str(error.value)
+    assert where in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such file"):
+        read_prompts(tmp_path / "none.jsonl")
+    with pytest.raises(InputError, match="could not be read"):
+        read_prompts(tmp_path)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xe9"}\n')
+    with pytest.raises(InputError, match=r"latin.jsonl:2: not UTF-8"):
+        read_prompts(tmp_path / "latin.jsonl")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 50)[:-12])
+    with pytest.raises(InputError, match="could not be read"):
+        read_rows(tmp_path / "cut.jsonl.gz")
+
+
+def test_ids_without_an_id_do_not_move(tmp_path: Path) -> None:
+    alone, _ = read_prompts(write(tmp_path / "a.jsonl", {"prompt": "x"}))
+    later, _ = read_prompts(write(tmp_path / "b.jsonl", {"prompt": "y"}, {"prompt": "x"}))
+    assert alone[0].id == later[1].id != later[0].id
+
+
+def test_gzip_rows_with_exact_ids_come_as_they_are(tmp_path: Path) -> None:
+    row = {"id": "a", "prompt_ids": [1], "output_ids": [2], "messages": turns("UA")}
+    path = tmp_path / "r.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(row).encode()))
+    assert read_rows(path) == ([row], Skipped())
+
+
+def test_builtin_prompts_are_whole_and_apart() -> None:
+    train, lost = read_prompts("builtin")
+    held, lost_held = read_prompts("builtin-heldout")
+    assert len(train) >= 600
+    assert not lost
+    assert not lost_held
+    assert {prompt.category for prompt in train} == {prompt.category for prompt in held}
+    assert len({prompt.category for prompt in train}) == 8
+    texts = [{json.dumps(prompt.messages) for prompt in part} for part in (train, held)]
+    assert not texts[0] & texts[1]
+    assert not {prompt.id for prompt in train} & {prompt.id for prompt in held}
+    assert len(builtin_files("builtin")) == 2

@@ -1,0 +1,118 @@
+"""From prompts to rows: nothing is silently lost, splits keep prompts together, another target's answers are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specheads.config.load import recipe_of
+from specheads.config.schema import Recipe
+from specheads.data.tokenize import Encoded
+from specheads.jobs.data import answers_file, features, gather_rows, hold_out, limit, spread
+from specheads.jobs.screen import NoScreen
+from specheads.target.adapter import Target
+from specheads.utils import InputError
+from tests.fakes import tiny_target
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target(bytes_tokenizer=True)
+
+
+def recipe(tmp_path: Path, *overrides: str) -> Recipe:
+    prompts = tmp_path / "prompts.jsonl"
+    if not prompts.exists():
+        rows = [{"id": f"p{i}", "messages": [{"role": "user", "content": f"say {i}"}]} for i in range(6)]
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    base: dict[str, Any] = {
+        "data": {"prompts": str(prompts), "max_new_tokens": 8, "batch_size": 4, "heldout_rows": 2, "max_length": 80},
+        "head": {"type": "medusa"},
+        "training": {"max_steps": 1},
+        "output_dir": str(tmp_path / "run"),
+    }
+    return recipe_of(base, overrides)
+
+
+def encoded(name: str, length: int = 4, prompt: str | None = None) -> Encoded:
+    return Encoded(name, prompt or name, "chat", [1] * length, [True] * length)
+
+
+def test_the_target_answers_everything_once(tmp_path: Path, target: Target) -> None:
+    plan = recipe(tmp_path)
+    rows = gather_rows(plan, target, NoScreen())
+    assert len(rows.train) + len(rows.heldout) == 6
+    assert rows.report["written"]["rows"] == 6
+    before = answers_file(plan).read_bytes()
+    again = gather_rows(plan, target, NoScreen())
+    assert answers_file(plan).read_bytes() == before
+    assert [row.input_ids for row in again.train] == [row.input_ids for row in rows.train]
+
+
+def test_live_answers_join_a_file_and_replace_its_rows(tmp_path: Path, target: Target) -> None:
+    first = recipe(tmp_path, f"output_dir={tmp_path / 'first'}")
+    gather_rows(first, target, NoScreen())
+    both = recipe(tmp_path, f"data.answers={answers_file(first)}", "data.live_rows=2", "data.max_new_tokens=5")
+    rows = gather_rows(both, target, NoScreen())
+    assert rows.report["read"]["rows"] == 6
+    assert rows.report["written"]["rows"] == 2
+    assert len(rows.train) + len(rows.heldout) == 6  # same prompts: the live answers took their places
+
+
+def test_answers_of_another_target_are_refused(tmp_path: Path, target: Target) -> None:
+    first = recipe(tmp_path, f"output_dir={tmp_path / 'first'}")
+    gather_rows(first, target, NoScreen())
+    other = tiny_target(seed=1, bytes_tokenizer=True)
+    with pytest.raises(InputError, match=r"was written by .*data\.answers=null"):
+        gather_rows(recipe(tmp_path, f"data.answers={answers_file(first)}"), other, NoScreen())
+
+
+def test_no_answers_ship_for_other_targets(tmp_path: Path, target: Target) -> None:
+    with pytest.raises(InputError, match="no answers ship for the target mine"):
+        gather_rows(recipe(tmp_path, "data.answers=builtin", "target.name=mine"), target, NoScreen())
+
+
+def test_cached_and_online_features_are_the_same(tmp_path: Path, target: Target) -> None:
+    plan = recipe(tmp_path)
+    rows = gather_rows(plan, target, NoScreen())
+    online = plan.model_copy(update={"data": plan.data.model_copy(update={"features": "online"})})
+    cached_train, cached_held = features(plan, target, rows, (0, 2), NoScreen())
+    online_train, online_held = features(online, target, rows, (0, 2), NoScreen())
+    assert len(cached_held) == len(online_held) == len(rows.heldout)
+    for left, right in zip(cached_train.rows([0, 1]), online_train.rows([0, 1]), strict=True):
+        assert left.input_ids.tolist() == right.input_ids.tolist()
+        assert (left.states - right.states).abs().max() < 1e-4
+
+
+def test_hold_out_keeps_the_answers_of_a_prompt_together() -> None:
+    rows = [encoded(f"p{i}{suffix}") for i in range(8) for suffix in ("", "#1")]
+    train, held = hold_out(rows, 4)
+    assert len(held) == 4
+    assert {row.id.partition("#")[0] for row in train}.isdisjoint(row.id.partition("#")[0] for row in held)
+    assert sorted(row.id for row in train + held) == sorted(row.id for row in rows)
+    shuffled_train, shuffled_held = hold_out(rows[::-1], 4)
+    assert {row.id for row in shuffled_held} == {row.id for row in held}
+    assert len(shuffled_train) == len(train)
+
+
+def test_hold_out_leaves_something_to_train_on() -> None:
+    train, held = hold_out([encoded("a"), encoded("b")], 50)
+    assert len(train) == len(held) == 1
+    with pytest.raises(InputError, match="expected 2 or more"):
+        hold_out([encoded("a")], 1)
+
+
+def test_limit_counts_what_it_leaves_out() -> None:
+    rows = [encoded(str(i), length=10) for i in range(10)]
+    kept, left_out = limit(rows, 35)
+    assert (len(kept), left_out) == (3, 7)
+    assert limit(rows, 5)[1] == 9  # one row at least
+    assert limit(rows, None)[1] == 0
+
+
+def test_spread_reaches_over_the_whole_list() -> None:
+    assert spread(list(range(10)), 5) == [0, 2, 4, 6, 8]  # type: ignore[arg-type, comparison-overlap]
+    assert spread([1, 2], 5) == [1, 2]  # type: ignore[list-item, comparison-overlap]
