@@ -31,8 +31,8 @@ from specheads.modules.anchored_attention import anchor_mask, anchored_attention
 from specheads.modules.decoder_layer import DecoderLayer, LayerShape
 from specheads.modules.draft_vocab import DraftVocab
 from specheads.modules.norm import RMSNorm, rms_norm
-from specheads.modules.rotary import Rotary, rotate
-from specheads.modules.trained_norm import trained_rms_norm
+from specheads.modules.rotary import Rotary
+from specheads.modules.trained_ops import rotated_heads, trained_rms_norm, trained_swiglu
 from specheads.types import FeatureSpec, FrozenParts, HeadInputs, StepOutput, TargetConfig
 
 
@@ -192,18 +192,17 @@ class Eagle3Head(Head):
                 own.append((slots.spread(key), slots.spread(value)))
             attended = anchored_attention(slots.spread(queries), keys, values, own, mask)
             state = state + attention.o_proj(slots.collect(attended))
-            state = state + self.layer.mlp(self._norm(state, self.layer.post_attention_norm.weight, dtype))
+            gate_up = self.layer.mlp.gate_up_proj(self._norm(state, self.layer.post_attention_norm.weight, dtype))
+            state = state + self.layer.mlp.down_proj(trained_swiglu(gate_up))
             outputs.append(state)
         return outputs
 
     def _heads(self, qkv: Tensor, positions: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """qkv: n W, positions: n -> rotated queries [n heads d], rotated keys and values [n kv_heads d]."""
         config = self.config
-        turned = config.num_heads + config.num_kv_heads
-        heads = qkv.unflatten(-1, (-1, config.head_dim))
-        cos, sin = (angle[0, 0, :, None] for angle in rotary(positions[None], qkv.dtype))  # n 1 d
-        rotated = rotate(heads[:, :turned], cos, sin)
-        return rotated[:, : config.num_heads], rotated[:, config.num_heads :], heads[:, turned:]
+        half = config.head_dim // 2  # both halves of a head turn by the same angles
+        cos, sin = (angle[0, 0, :, None, :half] for angle in rotary(positions[None], qkv.dtype))  # n 1 d/2
+        return rotated_heads(qkv, cos, sin, config.num_heads, config.num_kv_heads)
 
     def drafter(self, parts: FrozenParts, policy: Any = None) -> Drafter:
         """See ``Head.drafter``. ``policy``: a ``DynamicTree``."""

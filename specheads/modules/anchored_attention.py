@@ -83,9 +83,9 @@ class _AnchoredAttention(torch.autograd.Function):
             merged = torch.logsumexp(torch.cat([base, scores], dim=3), dim=3, keepdim=True)
             shares = (scores - merged).exp()  # of each own key
             kept = (base - merged).exp()[:, :, :, 0, :, None]
-            out = out.unflatten(2, (-1, scores.shape[-1])) * kept
+            out = out.unflatten(2, (-1, scores.shape[-1])).to(total.dtype) * kept
             for index, value in enumerate(own[1::2]):
-                out = out.addcmul_(value[:, :, None].to(out.dtype), shares[:, :, :, index, :, None])
+                out.addcmul_(value[:, :, None].to(total.dtype), shares[:, :, :, index, :, None])
             out, total = out.flatten(2, 3).to(queries.dtype), merged.flatten(2)
         ctx.save_for_backward(queries, keys, values, mask, out, total, shares, *own)
         return out
@@ -99,21 +99,22 @@ class _AnchoredAttention(torch.autograd.Function):
             grad, queries, keys, values, out, total, 0.0, False, attn_mask=mask
         )
         grads: list[Tensor] = []
+        key_dtype = queries.dtype
         if own:
             slots = own[0].shape[2]
             groups = (queries.shape[2] // slots, slots)
-            asked, given = queries.unflatten(2, groups), grad.unflatten(2, groups)  # B kv G M d
+            asked, given, wide, result = (  # B kv G M d; sums of bf16 are slow, so all in fp32
+                tensor.to(shares.dtype).unflatten(2, groups) for tensor in (queries, grad, grad_queries, out)
+            )
             scale = queries.shape[-1] ** -0.5
-            mean = (given * out.unflatten(2, groups)).sum(-1, dtype=shares.dtype)  # B kv G M
-            wide = grad_queries.unflatten(2, groups)
+            mean = result.mul(given).sum(-1)  # B kv G M
             for index in range(len(own) // 2):
-                key, value = own[2 * index][:, :, None], own[2 * index + 1][:, :, None]  # B kv 1 M d
+                key, value = (tensor.to(shares.dtype)[:, :, None] for tensor in own[2 * index : 2 * index + 2])
                 share = shares[:, :, :, index]
-                slope = (given * value).sum(-1, dtype=shares.dtype).sub_(mean).mul_(share).mul_(scale)[..., None]
-                slope, share = slope.to(queries.dtype), share[..., None].to(queries.dtype)
+                slope = (given * value).sum(-1).sub_(mean).mul_(share).mul_(scale)[..., None]
                 wide = wide.addcmul(slope, key)
-                grads += [(slope * asked).sum(2), (share * given).sum(2)]
-            grad_queries = wide.flatten(2, 3)
+                grads += [(slope * asked).sum(2).to(key_dtype), (share[..., None] * given).sum(2).to(key_dtype)]
+            grad_queries = wide.flatten(2, 3).to(key_dtype)
         return grad_queries, grad_keys, grad_values, None, *grads
 
 
@@ -121,4 +122,4 @@ def _own_scores(queries: Tensor, keys: Tensor) -> Tensor:
     """queries: B kv (G M) d, keys: B kv k M d -> scaled products B kv G k M."""
     asked = queries.unflatten(2, (-1, keys.shape[3]))[:, :, :, None]  # B kv G 1 M d
     wide = torch.promote_types(queries.dtype, torch.float32)
-    return (asked * keys[:, :, None]).sum(-1, dtype=wide) * queries.shape[-1] ** -0.5
+    return (asked.to(wide) * keys[:, :, None].to(wide)).sum(-1) * queries.shape[-1] ** -0.5

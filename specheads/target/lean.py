@@ -171,9 +171,9 @@ class LeanTarget(Target):
         cos, sin = self._rotary(hidden, positions)  # B N d, or 1 N d
         half = sin.shape[-1] // 2
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-        causal = tree_mask is None and width == 0
+        causal = tree_mask is None and width == 0 and nodes > 1
         folded = None
-        # one row's single new token sees every column; other steps need to be told
+        # the single new token of a lone row sees every column; other steps need to be told
         if not causal and not (rows == 1 and nodes == 1):
             new = masks.causal(rows, nodes, device) if tree_mask is None else tree_mask
             visible = new if cache is None else cache.visible(new)
@@ -192,11 +192,11 @@ class LeanTarget(Target):
         queries, keys, values = rotated[:, :heads], rotated[:, heads:], qkv[:, :, turned:].transpose(1, 2)
         if shared.cache is not None:
             keys, values = shared.cache.write(index, keys, values)
-        if shared.causal:
-            if shared.cache is not None:  # a view into the cache reads slower than the new tokens themselves
+        if shared.folded_mask is None:  # the call that the stock model makes here, for the same bits
+            if shared.causal:  # the new tokens are all there is; as a view into the cache they would read slower
                 keys, values = rotated[:, heads:], qkv[:, :, turned:].transpose(1, 2)
             mixed = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, scale=self._scale, enable_gqa=heads != kv_heads
+                queries, keys, values, is_causal=shared.causal, scale=self._scale, enable_gqa=heads != kv_heads
             )
         else:
             # the query heads of a group become rows of one head, so keys and values are never copied

@@ -111,7 +111,9 @@ class Liar(Oracle):
 class RandomTrees(Scripted):
     """A fresh random tree every step: shapes, tokens and sizes vary by row; right tokens are mixed in."""
 
-    def __init__(self, answers: list[list[int]], nodes: int, vocab_size: int, seed: int = 0, right: float = 0.6) -> None:
+    def __init__(
+        self, answers: list[list[int]], nodes: int, vocab_size: int, seed: int = 0, right: float = 0.6
+    ) -> None:
         super().__init__(nodes)
         self.answers, self.vocab_size, self.right = answers, vocab_size, right
         self.generator = torch.Generator().manual_seed(seed)

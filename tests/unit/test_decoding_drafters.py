@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specheads.decoding.controller import SIZES, StepCosts, best_size
 from specheads.decoding.drafters.feedback import PRIOR_WEIGHT, Calibration, continuation
-from specheads.decoding.drafters.host_tree import HostTree, Pool, best_tree_of, merge
+from specheads.decoding.drafters.host_tree import HostTree, best_tree_of, merge
 from specheads.decoding.drafters.joined import Budgeted, JoinedDrafter
 from specheads.decoding.drafters.ngram import FIRST_RATES, HitRates, NgramDrafter
 from specheads.heads.base import Drafter
@@ -250,7 +250,7 @@ def test_joined_passes_the_head_over_where_the_lookup_is_sure():
     slow = head.propose
 
     def propose(root: Tensor) -> DraftTree:
-        time.sleep(0.01)
+        time.sleep(0.0005)
         return slow(root)
 
     head.propose = propose  # type: ignore[method-assign]

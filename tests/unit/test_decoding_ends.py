@@ -140,7 +140,9 @@ def test_rows_at_the_limit_beside_rows_that_are_not():
     prompts = [[9] * 29, [8] * 3, [7] * 31]
     expected = [greedy_by_hand(small, prompt, min(20, 32 - len(prompt))) for prompt in prompts]
     answers = [prompt + words + [0] * 9 for prompt, words in zip(prompts, expected, strict=True)]
-    out = SpeculativeDecoder(small, lambda: RandomTrees(answers, 20, 64)).generate(prompts, max_new_tokens=20, eos_ids=())
+    out = SpeculativeDecoder(small, lambda: RandomTrees(answers, 20, 64)).generate(
+        prompts, max_new_tokens=20, eos_ids=()
+    )
     assert out.tokens == expected
 
 
@@ -194,12 +196,6 @@ def letters() -> Target:
     return tiny_target(seed=7, bytes_tokenizer=True)
 
 
-def plain_text(target: Target, count: int) -> tuple[list[int], list[str]]:
-    """Words and the text after each."""
-    ids = PlainDecoder(target).generate([PROMPT], max_new_tokens=count, eos_ids=()).tokens[0]
-    return ids, [target.tokenizer.decode(ids[:end], skip_special_tokens=True) for end in range(1, count + 1)]
-
-
 class Reader:
     """A tokenizer whose token i reads as ``names[i]``; nothing but ``decode``."""
 
@@ -248,18 +244,20 @@ def test_stop_strings(names: list[str], stops: list[str], kept: int, text: str, 
             assert chunks[-1].finish == "stop_string"
 
 
-@pytest.mark.parametrize("stop_at", [2, 9, 23])
-def test_stop_strings_over_bytes(stop_at: int, letters: Target):
-    ids, texts = plain_text(letters, 40)
-    stop = texts[stop_at].replace("\ufffd", "")[-2:]
-    if len(stop) < 2:
-        pytest.skip("no text here")
-    out = SpeculativeDecoder(letters, lambda: Oracle([PROMPT + ids], 7)).generate(
-        [PROMPT], max_new_tokens=40, eos_ids=(), stop_strings=[stop]
-    )
-    plain = PlainDecoder(letters).generate([PROMPT], max_new_tokens=40, eos_ids=(), stop_strings=[stop])
-    assert out.tokens == plain.tokens
-    assert out.finish == plain.finish
+@pytest.mark.parametrize("place", range(4))
+def test_stop_strings_over_bytes(place: int, letters: Target):
+    """Broken characters around the stop; the same end as one token at a time, and the text that a search finds."""
+    ids = PlainDecoder(letters).generate([PROMPT], max_new_tokens=60, eos_ids=()).tokens[0]
+    text = letters.tokenizer.decode(ids, skip_special_tokens=True)
+    whole = [text[begin : begin + 2] for begin in range(len(text) - 1) if "\ufffd" not in text[begin : begin + 2]]
+    stop = whole[place * (len(whole) - 1) // 3]
+    request = {"max_new_tokens": 60, "eos_ids": (), "stop_strings": [stop]}
+    for depth in (1, 7):
+        decoder = SpeculativeDecoder(letters, lambda depth=depth: Oracle([PROMPT + ids], depth))
+        out = decoder.generate([PROMPT], **request)
+        assert out.tokens == PlainDecoder(letters).generate([PROMPT], **request).tokens
+        assert out.finish == ["stop_string"]
+        assert "".join(chunk.text for chunk in decoder.stream(PROMPT, **request)) == text[: text.find(stop)]
 
 
 # --- nothing is left behind ---

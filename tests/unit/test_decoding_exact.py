@@ -34,9 +34,7 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def answers(target: Target) -> list[list[int]]:
     """Prompt and the target's own greedy words (no EOS), longer than any test asks for."""
-    return [
-        prompt + target.generate([prompt], max_new_tokens=NEW + 12, eos_ids=()).tokens[0] for prompt in PROMPTS
-    ]
+    return [prompt + target.generate([prompt], max_new_tokens=NEW + 12, eos_ids=()).tokens[0] for prompt in PROMPTS]
 
 
 def new_words(answers: list[list[int]], count: int = NEW) -> list[list[int]]:
@@ -112,7 +110,9 @@ def test_liar_costs_no_words(target: Target, answers: list[list[int]]):
     assert out.stats.accepted_at_least in ([], [0], [0, 0], [0, 0, 0])
 
 
-@given(st.integers(1, 30), st.integers(0, 10_000), st.floats(0, 1), st.lists(st.integers(0, 39), min_size=1, max_size=4))
+@given(
+    st.integers(1, 30), st.integers(0, 10_000), st.floats(0, 1), st.lists(st.integers(0, 39), min_size=1, max_size=4)
+)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_tree_any_batch(
     target: Target, answers: list[list[int]], nodes: int, seed: int, right: float, rows: list[int]
@@ -129,7 +129,9 @@ def test_other_families(kind: str):
     prompts = prompts_of(6, seed=8)
     plain = other.generate(prompts, max_new_tokens=40, eos_ids=()).tokens
     answers = [prompt + words for prompt, words in zip(prompts, plain, strict=True)]
-    out = SpeculativeDecoder(other, lambda: RandomTrees(answers, 12, 64)).generate(prompts, max_new_tokens=40, eos_ids=())
+    out = SpeculativeDecoder(other, lambda: RandomTrees(answers, 12, 64)).generate(
+        prompts, max_new_tokens=40, eos_ids=()
+    )
     assert out.tokens == plain
 
 
@@ -185,8 +187,12 @@ def test_two_tokens_of_the_decoder_follow_the_targets_law():
         def nodes(self, row: int, text: list[int]) -> tuple[list[int], list[int]]:
             return [1, 6, 3, 4, 1, 7], [0, 0, 0, 1, 1, 2]
 
-    out = SpeculativeDecoder(small, lambda: Fixed(7)).generate([prompt] * rows, max_new_tokens=2, sampling=params, eos_ids=())
-    three = SpeculativeDecoder(small, lambda: Fixed(7)).generate([prompt] * rows, max_new_tokens=3, sampling=params, eos_ids=())
+    out = SpeculativeDecoder(small, lambda: Fixed(7)).generate(
+        [prompt] * rows, max_new_tokens=2, sampling=params, eos_ids=()
+    )
+    three = SpeculativeDecoder(small, lambda: Fixed(7)).generate(
+        [prompt] * rows, max_new_tokens=3, sampling=params, eos_ids=()
+    )
     first = chances(small, [prompt], params)[0]
     pairs = first[:, None] * chances(small, [[*prompt, token] for token in range(8)], params)
     near(torch.tensor(out.tokens), pairs)

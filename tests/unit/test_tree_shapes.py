@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def slow_search(table: list[list[float]], nodes: int) -> float:
     values = []
     for depth in range(1, len(table) + 1):
         for path in itertools.product(*(range(len(row)) for row in table[:depth])):
-            values.append(torch.tensor([table[level][rank] for level, rank in enumerate(path)]).prod().item())
+            values.append(math.prod(table[level][rank] for level, rank in enumerate(path)))
     return sum(sorted(values, reverse=True)[: nodes - 1])
 
 
@@ -60,7 +61,7 @@ def slow_search(table: list[list[float]], nodes: int) -> float:
 @settings(max_examples=50, deadline=None)
 def test_best_tree_takes_the_most_valuable_nodes(table: list[list[float]], nodes: int):
     tree = best_tree(table, nodes)
-    value = sum(torch.tensor([table[level][rank] for level, rank in enumerate(path)]).prod().item() for path in tree.paths)
+    value = sum(math.prod(table[level][rank] for level, rank in enumerate(path)) for path in tree.paths)
     assert tree.size <= nodes
     assert value == pytest.approx(slow_search(table, nodes), rel=1e-5)
 
@@ -126,7 +127,9 @@ def test_lineage_and_cut_against_plain_loops(rows: list[list[int]], depth: int):
     for index, row in enumerate(rows):
         kept = [node for node in range(len(row)) if int(tree.depths[index, node]) <= depth]
         assert cut.tokens[index][cut.valid[index]].tolist() == kept
-        assert [kept[p] if p >= 0 else -1 for p in cut.parents[index][cut.valid[index]].tolist()] == [row[n] for n in kept]
+        assert [kept[p] if p >= 0 else -1 for p in cut.parents[index][cut.valid[index]].tolist()] == [
+            row[n] for n in kept
+        ]
 
 
 def test_keep_nodes_pads_rows_of_unequal_size():
@@ -137,9 +140,7 @@ def test_keep_nodes_pads_rows_of_unequal_size():
     assert kept.valid.tolist() == [[True, False], [True, True]]
 
 
-@pytest.mark.parametrize(
-    ("depth", "top_k", "nodes"), list(itertools.product([1, 2, 5], [1, 3, 100], [1, 4, 999]))
-)
+@pytest.mark.parametrize(("depth", "top_k", "nodes"), list(itertools.product([1, 2, 5], [1, 3, 100], [1, 4, 999])))
 def test_dynamic_budgets_on_a_vocabulary_of_16(depth: int, top_k: int, nodes: int):
     policy = DynamicTree(depth, top_k, nodes).fitted(16)
     generator = torch.Generator().manual_seed(depth * 1000 + top_k)

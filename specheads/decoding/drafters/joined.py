@@ -10,6 +10,8 @@ Legend: B rows, N nodes of a tree (root included), P longest accepted path.
 from __future__ import annotations
 
 import time
+from collections import deque
+from statistics import median
 
 import numpy as np
 from torch import Tensor
@@ -23,6 +25,7 @@ from specheads.types import FeatureSpec
 from specheads.utils import InputError
 
 WARM_UP = 4  # steps after which the call's own rate is trusted
+LONGEST_SILENCE = 32  # steps after which a head is asked again though it did not seem to pay
 
 
 class _Part:
@@ -30,9 +33,9 @@ class _Part:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        self.milliseconds = 0.0  # smoothed time of propose
+        self.milliseconds = 0.0  # of a propose: the median of the last few, so that one hiccup decides nothing
         self.tree: HostTree | None = None  # None: not asked in this step
-        self._asked = 0
+        self._times: deque[float] = deque(maxlen=9)
 
     def start(self, tokens: Tensor, features: Tensor | None, lengths: Tensor, capacity: int) -> None:
         self.drafter.start(tokens, features, lengths, capacity)
@@ -45,9 +48,8 @@ class _Part:
         """Ask for a tree; returns it with its corrected scores (B N)."""
         begun = time.perf_counter()
         self.tree = HostTree.of(self.drafter.propose(root))
-        now = 1000 * (time.perf_counter() - begun)
-        self._asked += 1
-        self.milliseconds += (now - self.milliseconds) / min(self._asked, 16)
+        self._times.append(1000 * (time.perf_counter() - begun))
+        self.milliseconds = median(self._times)
         return self.tree, self.calibration.corrected(self.tree)
 
     def learn(self, truth: Array) -> Array:
@@ -78,7 +80,8 @@ class JoinedDrafter(Drafter):
         specs = {part.drafter.feature_spec for part in self._parts} - {FeatureSpec()}
         if not self._parts or len(specs) > 1:
             raise InputError(
-                f"joined drafter: got {len(self._parts)} parts reading {specs}, expected one set of features"
+                f"joined drafter: got {len(self._parts)} parts that read {len(specs)} sets of features, "
+                "expected one or two parts and at most one set; join a head with a look-up"
             )
         self.feature_spec = next(iter(specs), FeatureSpec())
         self.costs = costs
@@ -90,6 +93,7 @@ class JoinedDrafter(Drafter):
             part.start(tokens, features, lengths, capacity)
         self._accepted: tuple[Array, Array] | None = None
         self._steps, self._tokens, self._milliseconds = 0, 0.0, 0.0
+        self._silent = 0  # steps since the head was asked
         self._head_gain, self._head_trials = 4.0, 8.0  # right drafts of the head where the look-up was wrong
 
     def accept(self, tokens: Tensor, features: Tensor | None, counts: Tensor) -> None:
@@ -120,12 +124,16 @@ class JoinedDrafter(Drafter):
 
     def _head_pays(self, scores: Array, rate: float | None) -> bool:
         """Whether asking the head brings more tokens than its time costs. scores: B N of the look-up."""
-        if rate is None:  # the first steps ask both, to learn what each is good for
-            return True
         assert self._head is not None
+        self._silent += 1
+        if rate is None or self._silent > LONGEST_SILENCE:  # the first steps ask both, to learn what each is good for
+            self._silent = 0
+            return True
         sure = np.exp(scores[:, 1]).mean() if scores.shape[1] > 1 else 0.0
         gain = len(scores) * (1 - sure) * self._head_gain / self._head_trials
-        return bool(gain > rate * self._head.milliseconds)
+        pays = bool(gain > rate * self._head.milliseconds)
+        self._silent *= not pays
+        return pays
 
     def _learn(self, truth: Array) -> None:
         """Book the last step. truth: B P, what the target wrote (-1 = nothing known)."""
