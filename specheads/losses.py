@@ -81,10 +81,13 @@ def _largest(probabilities: Tensor) -> Tensor:
     return probabilities.amax(-1)
 
 
-def _weighted_sum(logits: Tensor, p: Tensor) -> Tensor:
-    """logits: c k D, p: c D -> c k. Two routes since each is several times slower in the other's dtype."""
+def _expected_logits(states: Tensor, output: Tensor, logits: Tensor, p: Tensor) -> Tensor:
+    """Sum of p x logit: c k. states: c k H, output: D H, logits: c k D, p: c D.
+
+    In bf16 by way of p @ output, a product of c rows: reading the logits again costs more, and rounds more.
+    """
     if logits.dtype == torch.bfloat16:
-        return torch.linalg.vecdot(logits, p[:, None])
+        return (states.float() * (p @ output).float()[:, None]).sum(-1)
     return torch.bmm(logits, p[:, :, None])[..., 0]
 
 
@@ -143,7 +146,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             elif total is None:
                 out.append(torch.zeros(shape, dtype=dtype, device=grad.device))
             else:
-                out.append(total.T.contiguous().to(dtype).mul(grad.to(dtype)))
+                copied = total.T.clone(memory_format=torch.contiguous_format)
+                out.append(copied.to(dtype).mul_(grad.to(dtype)))
         return tuple(out)
 
 
@@ -188,7 +192,7 @@ class _Job:
             minus = torch.full_like(known, -1, dtype=q.dtype)
             return (weights * (log_sum - picked)).sum(), q.scatter_add(-1, known, minus)
         p = torch.softmax(target, dim=-1)
-        mean = _weighted_sum(logits, p).to(weights.dtype)
+        mean = _expected_logits(states, output, logits, p).to(weights.dtype)
         return (weights * (log_sum - mean)).sum(), torch.sub(q, p[:, None], out=logits)
 
     def _judge(self, logits: Tensor, q: Tensor, rows: slice, part: slice) -> None:

@@ -121,7 +121,7 @@ class DecodingSection(Section):
     drafter: Literal["joined", "head", "lookup"] = "joined"
     lookup_max_match: int = Field(default=16, ge=1)
     lookup_min_match: int = Field(default=1, ge=1)
-    lookup_drafts: int = Field(default=7, ge=1)
+    lookup_drafts: int = Field(default=15, ge=1)
     tree_depth: int = Field(default=5, ge=1, le=16)
     tree_top_k: int = Field(default=4, ge=1)
     tree_nodes: int = Field(default=16, ge=2)  # root included

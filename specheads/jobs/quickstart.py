@@ -33,8 +33,8 @@ from specheads.target.adapter import Target
 from specheads.utils import InputError
 
 HEADS: dict[str, dict[str, Any]] = {
-    "eagle3": {"type": "eagle3", "ttt_steps": 3, "draft_vocab_size": 4096},
-    "medusa": {"type": "medusa", "num_heads": 4, "draft_vocab_size": 4096},
+    "eagle3": {"type": "eagle3", "ttt_steps": 3, "draft_vocab_size": 8192},
+    "medusa": {"type": "medusa", "num_heads": 4, "draft_vocab_size": 8192},
 }
 MADE = ("stages", "data", "features", "training", build.CHECKPOINT, "export")
 LIVE_ROWS = 24  # beside a shipped set: enough to see the step
@@ -64,7 +64,7 @@ def recipe_for(head: str, minutes: float, target: str, output: str | None, overr
             "heldout_rows": 32,
         },
         "head": HEADS[head],
-        "training": {"minutes": minutes, "eval_every": 100, "save_every": 100},
+        "training": {"minutes": minutes, "rows_per_batch": 4, "eval_every": 100, "save_every": 100},
         "evaluation": {"prompts_per_category": 2, "max_new_tokens": 64},
         "export": {"formats": [head]},
         "output_dir": output or f"runs/quickstart-{head}",

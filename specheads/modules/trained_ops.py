@@ -57,18 +57,19 @@ def trained_rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        active = F.silu(gate)
+        ctx.save_for_backward(gate_up, active)
+        return active * up
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
+        gate_up, active = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
         out = torch.empty_like(gate_up)
         grad_gate, grad_up = out.chunk(2, dim=-1)
-        torch.mul(grad, F.silu(gate), out=grad_up)
+        torch.mul(grad, active, out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         return out
 

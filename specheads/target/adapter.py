@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -161,16 +161,13 @@ class Target(ABC):
         return rows
 
 
-def pick_logits(hidden: Tensor, logits: str | Tensor, parts: FrozenParts, normed: bool) -> Tensor | None:
-    """The logits that a forward was asked for. hidden: B N H, the last state (``normed``: the final norm is done)."""
+def pick_logits(hidden: Tensor, logits: str | Tensor, head: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """The logits that a forward was asked for (see ``Target.forward``). hidden: B N H, what ``head`` reads."""
     if isinstance(logits, str):
         if logits not in ("all", "none"):
             raise ValueError(f"logits: got {logits!r}, expected 'all', 'none' or a tensor of positions")
-        if logits == "none":
-            return None
-    else:
-        hidden = hidden.gather(1, logits[:, None, None].expand(-1, 1, hidden.shape[-1]))  # B 1 H
-    return parts.lm_head(hidden if normed else parts.norm(hidden))
+        return head(hidden) if logits == "all" else None
+    return head(hidden.gather(1, logits[:, None, None].expand(-1, 1, hidden.shape[-1])))  # B 1 V
 
 
 class StockTarget(Target):
@@ -207,7 +204,7 @@ class StockTarget(Target):
                 _raw_last_state.reset(token)
             states = [captured[-1] if layer == layers else out.hidden_states[layer] for layer in layer_ids]
             features = torch.cat(states, dim=-1) if states else None
-            return TargetOutput(pick_logits(out.last_hidden_state, logits, self.parts, normed=True), features)
+            return TargetOutput(pick_logits(out.last_hidden_state, logits, self.parts.lm_head), features)
 
     def _inputs(
         self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None, tree_mask: Tensor | None

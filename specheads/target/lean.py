@@ -21,7 +21,7 @@ from specheads.modules.decoder_layer import fold_groups
 from specheads.modules.kv_cache import KVCache
 from specheads.modules.packed_linear import pack_linear
 from specheads.target import mask as masks
-from specheads.target.adapter import Target, check_room
+from specheads.target.adapter import Target, check_room, pick_logits
 from specheads.types import FrozenParts, TargetConfig, TargetOutput
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM")
@@ -143,17 +143,10 @@ class LeanTarget(Target):
                 hidden = self._run_layer(index, layer, hidden, shared)
             captured[len(self._layers)] = hidden
             features = torch.cat([captured[layer] for layer in layer_ids], dim=-1) if layer_ids else None
-            return TargetOutput(self._logits(hidden, logits), features)
+            return TargetOutput(pick_logits(hidden, logits, self._norm_and_head), features)
 
-    def _logits(self, hidden: Tensor, logits: str | Tensor) -> Tensor | None:
-        """The logits that were asked for; hidden: B N H, raw."""
-        if isinstance(logits, str):
-            if logits == "none":
-                return None
-            if logits != "all":
-                raise ValueError(f"logits: got {logits!r}, expected 'all', 'none' or a tensor of positions")
-        else:
-            hidden = hidden.gather(1, logits[:, None, None].expand(-1, 1, hidden.shape[-1]))  # B 1 H
+    def _norm_and_head(self, hidden: Tensor) -> Tensor:
+        """Raw last state [..., H] -> logits [..., V]."""
         return self._head(self._rms_norm(hidden, self._norm_weight))
 
     def _attention(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from specheads.utils import InputError
 # positions enter the scores as a bias over columns, which a tree does not keep
 ALIBI = ("bloom", "mpt")
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+BROKEN_FILE = (SafetensorError, pickle.UnpicklingError, EOFError)
+LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, *BROKEN_FILE)
 
 
 def load_target(
@@ -68,7 +71,7 @@ def load_target(
             model = _load_model(place, name, chosen, options)
         except InputError:
             raise
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        except LOAD_ERRORS as error:
             raise _load_error(name, place, error) from error
     model.to(device)  # type: ignore[arg-type]
     return wrap_model(model, tokenizer, name=name, lean=lean, pack=pack, dtype_reason=reason)
@@ -164,7 +167,7 @@ def _load_error(name: str, place: str, error: Exception) -> InputError:
     """What went wrong while loading, as one line that says what to do."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     text = str(error).lower()
-    if isinstance(error, SafetensorError) or "safetensor" in text or "pytorchstreamreader" in text:
+    if isinstance(error, BROKEN_FILE) or "safetensor" in text or "pytorchstreamreader" in text:
         return InputError(f"target: the weights of {name} are broken ({first}); download or copy them again")
     if "trust_remote_code" in text:
         return InputError(f"target: {name} brings its own code; pass trust_remote_code=true if you trust it")

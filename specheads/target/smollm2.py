@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from specheads.utils import InputError, disk_error
 
@@ -53,6 +54,8 @@ def embedded_folder() -> Path:
         except OSError:
             if not (folder / COMPLETE).is_file():  # else another process was first: its folder is as good
                 raise
+    except SafetensorError as error:  # how a full disk shows while weights are written
+        raise disk_error(folder, OSError(str(error))) from error
     except OSError as error:
         raise disk_error(folder, error) from error
     finally:

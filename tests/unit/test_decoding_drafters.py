@@ -1,21 +1,18 @@
-"""Look-up, the union of trees, calibration, and the size of a step."""
+"""Look-up, the union of trees, and calibration."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from fakes import tiny_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specheads.decoding.controller import SIZES, StepCosts, best_size
+from specheads.decoding.controller import StepCosts
 from specheads.decoding.drafters.feedback import PRIOR_WEIGHT, Calibration, continuation
 from specheads.decoding.drafters.host_tree import HostTree, best_tree_of, merge
 from specheads.decoding.drafters.joined import Budgeted, JoinedDrafter
@@ -23,7 +20,7 @@ from specheads.decoding.drafters.ngram import FIRST_RATES, HitRates, NgramDrafte
 from specheads.heads.base import Drafter
 from specheads.tree.build import build_tree, check_tree
 from specheads.tree.draft_tree import DraftTree
-from specheads.types import FeatureSpec, TargetOutput
+from specheads.types import FeatureSpec
 from specheads.utils import InputError
 
 FREE = StepCosts({1: 10.0, 64: 10.0})
@@ -272,59 +269,3 @@ def test_joined_refuses():
     with pytest.raises(InputError, match="2 sets"):
         JoinedDrafter(Fixed([1], [0], [0.1], (1,)), Fixed([1], [0], [0.1], (2,)), FREE)
     assert JoinedDrafter(NgramDrafter(), Fixed([1], [0], [0.1], (2,)), FREE).feature_spec.layer_ids == (2,)
-
-
-# --- sizes ---
-
-
-def test_costs_never_fall_and_are_linear_between():
-    costs = StepCosts({1: 24.0, 2: 22.0, 4: 23.0, 8: 31.0})
-    assert costs.costs == [23.0, 23.0, 23.0, 31.0]
-    assert [costs.milliseconds(nodes) for nodes in (1, 3, 6, 8, 12)] == [23, 23, 27, 31, 39]
-    assert costs.table(12).tolist() == [costs.milliseconds(nodes) for nodes in range(1, 13)]
-    assert costs.table(12, 3).tolist() == [costs.milliseconds(3 * nodes) for nodes in range(1, 13)]
-    assert StepCosts({4: 7.0}).milliseconds(40) == 7.0
-    for bad in ({}, {0: 1.0}, {1: 0.0}, {1: float("nan")}):
-        with pytest.raises(InputError, match="step costs"):
-            StepCosts(bad)
-
-
-@given(
-    st.lists(st.floats(0, 1), min_size=0, max_size=12),
-    st.lists(st.floats(0.1, 50), min_size=3, max_size=3),
-    st.floats(0, 20),
-    st.integers(1, 3),
-)
-@settings(max_examples=100, deadline=None)
-def test_best_size_by_trying_all(chances: list[float], times: list[float], draft_ms: float, rows: int):
-    costs = StepCosts(dict(zip((1, 4, 16), times, strict=True)))
-    ranked = [1.0, *sorted(chances, reverse=True)]
-    sums = list(itertools.accumulate(ranked))
-    rates = [rows * total / (costs.milliseconds(rows * (size + 1)) + draft_ms) for size, total in enumerate(sums)]
-    assert rates[best_size(ranked, costs, draft_ms, rows) - 1] == pytest.approx(max(rates))
-    worth = [rows * total - 0.1 * costs.milliseconds(rows * (size + 1)) for size, total in enumerate(sums)]
-    assert worth[best_size(ranked, costs, draft_ms, rows, rate=0.1) - 1] == pytest.approx(max(worth), abs=1e-9)
-
-
-def test_probe_of_a_tiny_target_and_of_a_short_context():
-    costs = StepCosts.probe(tiny_target(), seconds=0.3)
-    assert costs.sizes == list(SIZES)
-    assert costs.costs == sorted(costs.costs)
-    short = StepCosts.probe(tiny_target(max_position_embeddings=40), seconds=0.1)
-    assert max(short.sizes) <= 40
-
-
-@pytest.mark.parametrize("forward_seconds", [0.02, 0.3])
-def test_probe_keeps_to_its_time(forward_seconds: float):
-    """A slow target: the sizes that were not reached follow the last slope."""
-
-    def forward(tokens: Tensor, **rest: object) -> TargetOutput:
-        time.sleep(forward_seconds * (1 + tokens.shape[1] / 100))
-        return TargetOutput(torch.zeros(1, tokens.shape[1], 4), None)
-
-    real = tiny_target()
-    target = SimpleNamespace(config=real.config, device=real.device, new_cache=real.new_cache, forward=forward)
-    begun = time.perf_counter()
-    costs = StepCosts.probe(target, seconds=0.5)  # type: ignore[arg-type]
-    assert time.perf_counter() - begun < 0.5 + 4 * forward_seconds
-    assert costs.milliseconds(64) >= costs.milliseconds(1) > 900 * forward_seconds

@@ -105,4 +105,5 @@ def large_problem(kind: str) -> tuple[TargetConfig, FrozenParts, HeadInputs]:
 
 def apart(one: Tensor, other: Tensor) -> float:
     """Largest difference, as a share of the largest value: what rounding is measured by."""
+    one, other = one.detach(), other.detach()
     return float((one - other).abs().max() / other.abs().max().clamp(min=1e-12))
