@@ -67,7 +67,7 @@ def matmul_rate(
         total += taken
         if run > 0 or taken > seconds:  # the first run sets kernels up
             best = min(best, taken)
-        if total > seconds and run > 0 or total > 2 * seconds:
+        if (total > seconds and run > 0) or total > 2 * seconds:
             break
     return 2.0 * m * k * n / best / 1e9
 

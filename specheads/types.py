@@ -139,7 +139,10 @@ class DecodeStats:
 
 @dataclass
 class GenerationOutput:
-    """New tokens of every row. ``finish`` is ``"stop"`` (EOS, which is the last id kept), ``"stop_string"`` or ``"length"``."""
+    """New tokens of every row.
+
+    ``finish``: ``"stop"`` (an EOS, which is the last id kept), ``"stop_string"`` or ``"length"``.
+    """
 
     tokens: list[list[int]]
     finish: list[str]

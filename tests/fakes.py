@@ -48,9 +48,8 @@ def tiny_model(kind: str = "llama", seed: int = 0, **overrides: Any) -> PreTrain
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # norms away from 1 and biases away from 0, so that a forgotten one is seen
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1 and "norm" in name.lower() and name.endswith("weight"):
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-            elif name.endswith("bias"):
+            norm = parameter.dim() == 1 and "norm" in name.lower() and name.endswith("weight")
+            if norm or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.eval().requires_grad_(False)
 

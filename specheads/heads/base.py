@@ -38,7 +38,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def accept(self, tokens: Tensor, features: Tensor | None, counts: Tensor) -> None:
-        """What the target committed: tokens B P (root first), features B P F, of which counts (B) are real (may be 0)."""
+        """What the target committed: tokens B P (root first), features B P F; counts (B, may be 0) of them are real."""
 
 
 class Head(nn.Module, ABC):

@@ -213,8 +213,7 @@ class Eagle3Drafter(Drafter):
 
     def _normed(self, x: Tensor) -> Tensor:
         """RMS norm over the last dimension without its gain, which the next product holds."""
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)).to(x.dtype)
+        return F.rms_norm(x, x.shape[-1:], None, self.config.rms_norm_eps)  # statistics in fp32
 
     def _fuse(self, features: Tensor) -> Tensor:
         """features [B P F] -> g [B P H]."""

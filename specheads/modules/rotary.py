@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021), half-split layout as in the Llama family, with llama3 and linear scaling."""
+"""Rotary position embedding (Su et al. 2021): half-split layout of the Llama family, llama3 and linear scaling."""
 
 from __future__ import annotations
 

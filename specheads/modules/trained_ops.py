@@ -111,9 +111,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Ten
     return out
 
 
-def rotated_heads(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def rotated_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """A fused projection taken apart: qkv [n, (heads + 2 kv_heads) d], cos and sin [n 1 d/2] ->
 
     rotated queries [n heads d], rotated keys and plain values [n kv_heads d].

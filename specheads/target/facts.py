@@ -54,8 +54,9 @@ def frozen_parts(model: PreTrainedModel) -> FrozenParts:
 
     Whether they compose to the model's own logits is checked by ``specheads.target.check``.
     """
-    embedding, projection = model.get_input_embeddings(), model.get_output_embeddings()
-    if not isinstance(embedding, nn.Module) or not isinstance(projection, nn.Module):
+    embedding: Any = model.get_input_embeddings()
+    projection: Any = model.get_output_embeddings()
+    if embedding is None or projection is None:
         raise InputError(f"target: {type(model).__name__} has no output projection; name a causal language model")
     scale = _embedding_scale(model, embedding)
     embed = embedding if scale == 1.0 else ScaledEmbedding(embedding, scale)
@@ -78,9 +79,9 @@ def output_head(config: Any, projection: Callable[[Tensor], Tensor]) -> Callable
 
 
 @torch.no_grad()
-def _embedding_scale(model: PreTrainedModel, embedding: nn.Module) -> float:
+def _embedding_scale(model: PreTrainedModel, embedding: Any) -> float:
     """The constant between the embedding's rows and what enters the first layer (1 where positions are added)."""
-    ids = torch.tensor([[3, 5, 7, 11]], device=next(embedding.parameters()).device) % embedding.weight.shape[0]
+    ids = torch.tensor([[3, 5, 7, 11]], device=embedding.weight.device) % embedding.weight.shape[0]
     entering = model.get_decoder()(input_ids=ids, output_hidden_states=[0], use_cache=False).hidden_states[0].float()
     plain = embedding(ids).float()
     size = plain.shape[-1]
@@ -97,6 +98,7 @@ def target_config(model: PreTrainedModel, tokenizer: Any, name: str) -> TargetCo
         InputError: the cache is not one key and one value tensor of equal shape in every layer.
     """
     config = model.config.get_text_config()
+    embedding: Any = model.get_input_embeddings()
     kv_heads, head_dim = _cache_shape(model, config)
     rope = _rope(config)
     facts: dict[str, Any] = {
@@ -107,7 +109,7 @@ def target_config(model: PreTrainedModel, tokenizer: Any, name: str) -> TargetCo
         "num_heads": config.num_attention_heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "vocab_size": model.get_input_embeddings().weight.shape[0],
+        "vocab_size": embedding.weight.shape[0],
         "context_limit": context_limit(config),
         "rms_norm_eps": _first(config, ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"), 1e-5),
         "rope_theta": float(rope.pop("rope_theta", 10_000.0)),
@@ -144,7 +146,7 @@ def _rope(config: Any) -> dict[str, Any]:
 def _cache_shape(model: PreTrainedModel, config: Any) -> tuple[int, int]:
     """Key-value heads and head size, from the model's own cache after two tokens."""
     cache = DynamicCache(config=config)
-    ids = torch.tensor([[0, 1]], device=model.get_input_embeddings().weight.device)
+    ids = torch.tensor([[0, 1]], device=model.device)
     model.get_decoder()(input_ids=ids, use_cache=True, **{CACHE_ARGUMENT: cache})
     shapes = {
         tuple(tensor.shape)

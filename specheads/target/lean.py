@@ -4,7 +4,8 @@ The arithmetic is the stock model's, operation by operation and rounding by roun
 reordering of weights on a CPU, the copies of keys and values for grouped queries and of the whole cache, and some
 two thirds of the operator calls. The loader proves it equal to the stock forward before it is used.
 
-Legend: B rows, N new tokens, T keys (cached and new), H hidden size, d head size, V vocabulary, F = H x captured layers.
+Legend: B rows, N new tokens, T keys (cached and new), H hidden size, d head size, V vocabulary,
+F = H x captured layers.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _place(name: str) -> str:
         looks_like_path = name.startswith((".", "~", os.sep)) or name.count("/") > 1 or not name
         if looks_like_path:
             raise InputError(
-                f"target: no folder {name!r}; expected {smollm2.NAME}, a hub id or a folder with config.json and weights"
+                f"target: no folder {name!r}; expected {smollm2.NAME}, a hub id or a folder with config and weights"
             )
         return name
     if not (folder / "config.json").is_file():
@@ -144,13 +144,14 @@ def _refuse(config: Any, name: str) -> None:
 
 def _load_model(place: str, name: str, dtype: torch.dtype, options: dict[str, Any]) -> PreTrainedModel:
     """The stock model with every weight found; sdpa where the architecture has it, else eager."""
-    arguments = {"dtype": dtype, "output_loading_info": True, **options}
+    arguments: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, **options}
+    read: Any = AutoModelForCausalLM.from_pretrained
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(place, attn_implementation="sdpa", **arguments)
+        model, info = read(place, attn_implementation="sdpa", **arguments)
     except ValueError as error:
         if "scaled_dot_product_attention" not in str(error):
             raise
-        model, info = AutoModelForCausalLM.from_pretrained(place, attn_implementation="eager", **arguments)
+        model, info = read(place, attn_implementation="eager", **arguments)
     missing = sorted(info["missing_keys"]) + sorted(str(entry) for entry in info.get("mismatched_keys", ()))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

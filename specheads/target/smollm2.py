@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -80,8 +81,8 @@ def _write_folder(source: Path, folder: Path) -> None:
     """GGUF -> safetensors, tokenizer and configuration in ``folder``."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    model: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     # the loader leaves the model marked as quantised although its tensors are plain: saving would be refused
     del model.config.quantization_config
     model.is_quantized = False

@@ -51,7 +51,8 @@ def check_paths(head: Eagle3Head, parts: FrozenParts, tree: DraftTree, row: int,
         path = path_of(tree, row, node)
         chain = plain.chain(torch.cat([ids, torch.tensor(path)]), features, ended, len(path))
         score = sum(
-            float(torch.log_softmax(logits, 0)[draft_ids.index(token)]) for logits, token in zip(chain, path, strict=True)
+            float(torch.log_softmax(logits, 0)[draft_ids.index(token)])
+            for logits, token in zip(chain, path, strict=True)
         )
         assert abs(score - float(tree.scores[row, node])) < 1e-4, (node, path)
 
@@ -101,7 +102,9 @@ def test_rows_of_unequal_length_draft_as_alone() -> None:
             assert torch.allclose(single.scores[0], tree.scores[row], atol=1e-4)
             if counts[row]:
                 end = int(at[row] + counts[row])
-                drafter.accept(ids[row : row + 1, at[row] : end], features[row : row + 1, at[row] : end], counts[row : row + 1])
+                drafter.accept(
+                    ids[row : row + 1, at[row] : end], features[row : row + 1, at[row] : end], counts[row : row + 1]
+                )
         at = at + counts
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tiny_heads import DRAFT_IDS, apart, VOCAB, batch, build, frozen_parts, row_of
+from tiny_heads import DRAFT_IDS, VOCAB, apart, batch, build, frozen_parts, row_of
 from torch import Tensor
 
 from specheads.heads.eagle3 import Eagle3Head
@@ -26,7 +26,9 @@ def plain_rotate(x: Tensor, position: int, theta: float) -> Tensor:
         for i in range(half):
             angle = position * theta ** (-2 * i / x.shape[0])
             a, b = x[i], x[i + half]
-            out.append(a * math.cos(angle) - b * math.sin(angle) if part == 0 else b * math.cos(angle) + a * math.sin(angle))
+            out.append(
+                a * math.cos(angle) - b * math.sin(angle) if part == 0 else b * math.cos(angle) + a * math.sin(angle)
+            )
     return torch.stack(out)
 
 
@@ -133,7 +135,11 @@ def test_loss_counts_and_gradients_are_those_of_the_slow_loops(feature_norm: boo
     got = head.training_step(inputs, parts)
     assert torch.allclose(got.loss, want["loss"], rtol=1e-5)
     assert int(got.count) == want["count"] > 0
-    assert [got.hits.tolist(), got.joint_hits.tolist(), got.steps.tolist()] == [want["hits"], want["joint"], want["judged"]]
+    assert [got.hits.tolist(), got.joint_hits.tolist(), got.steps.tolist()] == [
+        want["hits"],
+        want["joint"],
+        want["judged"],
+    ]
     for name, gradient in gradients(head, got.loss).items():
         assert apart(gradient, expected[name]) < 1e-5, name
         assert gradient.abs().max() > 0, name
@@ -146,7 +152,7 @@ def test_hits_are_counted_where_there_are_some() -> None:
     inputs = batch("eagle3", (9, 6))
     plain = PlainEagle(head, parts)
     for b in range(2):
-        for t in range(0, int(inputs.lengths[b]) - 2):
+        for t in range(int(inputs.lengths[b]) - 2):
             for k, logits in enumerate(plain.chain(inputs.input_ids[b], inputs.features[b], t, 2)):
                 if (t + k) % 3 and t + 1 + k < inputs.target_argmax.shape[1]:
                     inputs.target_argmax[b, t + 1 + k] = DRAFT_IDS[logits.argmax()]
@@ -245,8 +251,9 @@ def test_a_soft_capped_target_teaches_its_capped_logits() -> None:
 
 
 def test_a_fresh_head_has_the_targets_rows_and_norm() -> None:
-    from specheads.heads import HEADS
     from tiny_heads import target_config
+
+    from specheads.heads import HEADS
 
     parts = frozen_parts()
     head = HEADS["eagle3"].build(target_config(), parts, {"layer_ids": (3, 5, 6)}, DRAFT_IDS)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_heads import DRAFT_IDS, apart, HIDDEN, VOCAB, batch, build, frozen_parts, row_of, target_config
+from tiny_heads import DRAFT_IDS, HIDDEN, VOCAB, apart, batch, build, frozen_parts, row_of, target_config
 from torch import Tensor
 from torch.nn import functional as F
 

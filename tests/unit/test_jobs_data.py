@@ -1,4 +1,4 @@
-"""From prompts to rows: nothing is silently lost, splits keep prompts together, another target's answers are refused."""
+"""From prompts to rows: nothing is lost in silence, a prompt stays on one side, other targets' answers are refused."""
 
 from __future__ import annotations
 

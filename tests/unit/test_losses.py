@@ -26,7 +26,9 @@ def plain(hidden: Tensor, weights: list[Tensor], target: Tensor, row_weights: Te
     return loss
 
 
-def problem(dtype: torch.dtype, heads: int, hard: bool, rows: int = 7) -> tuple[Tensor, list[Tensor], Tensor, Tensor, Tensor]:
+def problem(
+    dtype: torch.dtype, heads: int, hard: bool, rows: int = 7
+) -> tuple[Tensor, list[Tensor], Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -83,7 +85,9 @@ def test_hits_and_ranks() -> None:
     order = logits.argsort(-1, descending=True)
     want = torch.where(judge[:, None] >= 0, (order == judge[:, None, None]).float().argmax(-1), 4).clamp(max=4)
     for ranks in (0, 4):
-        got = chunked_cross_entropy(hidden, weights, target.__getitem__, judge, row_weights, ranks=ranks, chunk_bytes=90)
+        got = chunked_cross_entropy(
+            hidden, weights, target.__getitem__, judge, row_weights, ranks=ranks, chunk_bytes=90
+        )
         assert torch.equal(got.hits, want == 0)
     assert torch.equal(got.ranks, want)
 
@@ -134,7 +138,9 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("kind", "reduced"), [("eagle3", True), ("eagle3", False), ("medusa", True), ("medusa", False)])
+@pytest.mark.parametrize(
+    ("kind", "reduced"), [("eagle3", True), ("eagle3", False), ("medusa", True), ("medusa", False)]
+)
 def test_no_tensor_of_tokens_by_vocabulary_is_ever_made(kind: str, reduced: bool) -> None:
     """512 supervised tokens, vocabulary 3,000: nothing larger than a chunk, the output rows or the features."""
     target, parts, inputs = large_problem(kind)

@@ -104,7 +104,7 @@ def test_architectures_that_a_tree_cannot_steer(kind: str, tmp_path: Path) -> No
 
 def test_a_stateful_model_that_no_list_knows_fails_the_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "ALIBI", ())
-    with pytest.raises(InputError, match="draft tree|cannot be served"):
+    with pytest.raises(InputError, match="draft tree"):
         wrap_model(tiny_model("bloom"), tiny_tokenizer(), name="tiny")
 
 

@@ -27,7 +27,10 @@ ANCESTORS = torch.tensor(
     ],
     dtype=torch.bool,
 )
-KINDS = [*((kind, "auto") for kind in LEAN_FAMILIES), *((kind, "off") for kind in (*LEAN_FAMILIES[:1], *STOCK_FAMILIES))]
+KINDS = [
+    *((kind, "auto") for kind in LEAN_FAMILIES),
+    *((kind, "off") for kind in (*LEAN_FAMILIES[:1], *STOCK_FAMILIES)),
+]
 
 
 def prompts(lengths: list[int], seed: int = 1) -> list[torch.Tensor]:

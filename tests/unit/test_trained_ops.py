@@ -105,7 +105,5 @@ def test_the_route_of_other_devices_agrees(dtype: torch.dtype) -> None:
     room = 1e-5 if dtype == torch.float32 else 3e-2
     assert apart(one, other) < room
     pull = torch.randn_like(one)
-    for a, b in zip(
-        torch.autograd.grad(one, leaves, pull), torch.autograd.grad(other, leaves, pull), strict=True
-    ):
+    for a, b in zip(torch.autograd.grad(one, leaves, pull), torch.autograd.grad(other, leaves, pull), strict=True):
         assert apart(a.float(), b.float()) < room

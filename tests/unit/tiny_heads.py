@@ -61,7 +61,12 @@ def build(kind: str, parts: FrozenParts, draft_ids: Tensor | None = DRAFT_IDS, s
 
 
 def batch(
-    kind: str, lengths: tuple[int, ...] = (9, 6), masks: Any = None, layers: int = 3, seed: int = 5, width: int | None = None
+    kind: str,
+    lengths: tuple[int, ...] = (9, 6),
+    masks: Any = None,
+    layers: int = 3,
+    seed: int = 5,
+    width: int | None = None,
 ) -> HeadInputs:
     """Rows of the given lengths; what lies in the padding is large, so that a leak shows."""
     generator = torch.Generator().manual_seed(seed)
