@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="new tokens a prompt")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     console = Console()
     loaded = build.load_checkpoint(options.checkpoint, options.overrides)
     console.line(loaded.target.describe())

@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--length", type=int, default=256, help="tokens a row")
     parser.add_argument("--steps", type=int, default=10)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     console = Console()
     recipe = load_recipe(options.recipe, options.overrides)
     target = build.build_target(recipe.target)

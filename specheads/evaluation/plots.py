@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specheads.evaluation.benchmark import HF, PLAIN
 from specheads.evaluation.record import BenchmarkReport, Row
+from specheads.evaluation.runs import HF, PLAIN
 from specheads.utils import atomic_path
 
 if TYPE_CHECKING:

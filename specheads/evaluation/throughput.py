@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from specheads.evaluation import acceptance
-from specheads.evaluation.benchmark import timed_call
+from specheads.evaluation.runs import timed_call
 from specheads.hardware import dtype_name, matmul_rate
 from specheads.types import DecodeStats
 

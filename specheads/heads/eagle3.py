@@ -127,9 +127,15 @@ class Eagle3Head(Head):
     def fuse(self, features: Tensor, dtype: torch.dtype) -> Tensor:
         """Captured features [..., F] -> g [..., H]."""
         if self.config.feature_norm:
-            gains = self.feature_gains()
-            features = self._norm(features.unflatten(-1, gains.shape), gains, dtype).flatten(-2)
-        return self.fc(features.to(dtype))
+            return self._frozen_linear(features, self.fc.weight, self.feature_gains(), dtype)
+        return F.linear(features.to(dtype), self.fc.weight.to(dtype))
+
+    def _frozen_linear(self, x: Tensor, weight: Tensor, gains: Tensor, dtype: torch.dtype) -> Tensor:
+        """weight @ (norm of x with gains [..., H], of each H of x), for an x that needs no gradient: with the gains
+        moved into the weight, backward is one product instead of two and a norm."""
+        eps = self.config.rms_norm_eps
+        normed = F.rms_norm(x.unflatten(-1, (-1, gains.shape[-1])), gains.shape[-1:], None, eps).flatten(-2)
+        return F.linear(normed.to(dtype), (weight * gains.flatten()).to(dtype))
 
     def _norm(self, x: Tensor, gain: Tensor, dtype: torch.dtype) -> Tensor:
         return trained_rms_norm(x, gain, self.config.rms_norm_eps, dtype)
@@ -162,14 +168,15 @@ class Eagle3Head(Head):
         rows, width = inputs.input_ids.shape
         anchors, device = plan.anchors, inputs.input_ids.device
         attention = self.layer.attention
-        by_token, by_state = attention.qkv_proj.weight.to(dtype).chunk(2, dim=1)
+        by_token, by_state = attention.qkv_proj.weight.chunk(2, dim=1)
+        by_state = by_state.to(dtype)
         rotary, slots = self.rotary(device), _slots(anchors, rows, width)
 
         # what a token adds to q, k and v is the same at every step: once for all, row t holds x(t+1)
         following = torch.cat([inputs.input_ids[:, 1:], inputs.input_ids[:, :1]], dim=1).flatten()
         with torch.no_grad():
             embedded = parts.embed_tokens(following)
-        token_part = F.linear(self._norm(embedded, self.embed_norm.weight, dtype), by_token)  # BT W
+        token_part = self._frozen_linear(embedded, by_token, self.embed_norm.weight, dtype)  # BT W
 
         state = self.fuse(inputs.features.flatten(0, 1), dtype)  # BT H
         qkv = token_part + F.linear(self._norm(state, self.hidden_norm.weight, dtype), by_state)

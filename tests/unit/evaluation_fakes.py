@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specheads.evaluation import benchmark
+from specheads.evaluation import runs
 from specheads.types import DecodeStats, GenerationOutput, SamplingParams, TargetConfig, TargetOutput
 
 VOCAB, EOS = 16, 1
@@ -118,4 +118,4 @@ class ScriptedDecoder:
 
 def use_clock(monkeypatch: Any, clock: Clock) -> None:
     """The benchmark reads ``clock``."""
-    monkeypatch.setattr(benchmark, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    monkeypatch.setattr(runs, "time", SimpleNamespace(perf_counter=clock.perf_counter))

@@ -12,8 +12,9 @@ from evaluation_fakes import EOS, Clock, ScriptedDecoder, TableTarget, use_clock
 from specheads.decoding.baseline import PlainDecoder
 from specheads.decoding.decoder import SpeculativeDecoder
 from specheads.decoding.drafters.ngram import NgramDrafter
-from specheads.evaluation.benchmark import BenchmarkReport, run_benchmark
+from specheads.evaluation.benchmark import run_benchmark
 from specheads.evaluation.divergence import DivergenceError
+from specheads.evaluation.record import BenchmarkReport
 from specheads.evaluation.suites import SuitePrompt
 from specheads.utils import InputError
 from tests.fakes import tiny_target

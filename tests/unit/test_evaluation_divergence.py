@@ -67,6 +67,19 @@ def test_a_tie_of_the_two_best_excuses_no_third_token() -> None:
     assert not found.near_tie
 
 
+def test_small_logits_are_no_more_exact_than_their_neighbours() -> None:
+    class Shifted(TableTarget):
+        def logits(self, ids: list[int]) -> torch.Tensor:  # type: ignore[override]
+            return super().logits(ids) - 16.0  # the best is 0, the rest reach down to -16
+
+    target = Shifted(Clock(), torch.bfloat16, runner_up=0.4)
+    expected, got = parted(target, 3, "second")
+    found = judge(target, "p", PROMPT, expected, got)
+    assert found is not None
+    assert found.near_tie
+    assert found.tolerance == pytest.approx(0.5)
+
+
 def test_an_end_that_is_missing_or_early_is_no_matter_of_rounding() -> None:
     target = TableTarget(Clock(), torch.bfloat16, runner_up=0.0)
     expected = target.text(PROMPT, 8)

@@ -11,7 +11,8 @@ import pytest
 from evaluation_fakes import EOS, Clock, ScriptedDecoder, TableTarget, use_clock
 from rich.console import Console
 
-from specheads.evaluation.benchmark import BenchmarkReport, run_benchmark
+from specheads.evaluation.benchmark import run_benchmark
+from specheads.evaluation.record import BenchmarkReport
 from specheads.evaluation.report import COLUMNS, markdown, print_report, write_report
 from specheads.evaluation.suites import SuitePrompt
 from specheads.utils import InputError
