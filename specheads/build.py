@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specheads.checkpoints import load_draft
-from specheads.checkpoints.io import resolve_folder
+from specheads.checkpoints import load_draft, read_files
+from specheads.checkpoints.io import resolve_folder, restore_replaced
 from specheads.config.load import recipe_of
 from specheads.config.record import run_record
 from specheads.config.schema import DecodingSection, Recipe, TargetSection, TrainingSection
@@ -23,7 +23,7 @@ from specheads.decoding.controller import StepCosts
 from specheads.decoding.decoder import SpeculativeDecoder
 from specheads.decoding.drafters.joined import JoinedDrafter
 from specheads.decoding.drafters.ngram import NgramDrafter
-from specheads.hardware import choose_dtype, dtype_name, processor_name
+from specheads.hardware import DTYPES, DtypeChoice, choose_dtype, dtype_name, processor_name
 from specheads.heads import HEADS
 from specheads.heads.base import Drafter, Head
 from specheads.modules.draft_vocab import choose_draft_ids
@@ -80,12 +80,28 @@ def build_head(recipe: Recipe, target: Target, rows: Sequence[Encoded]) -> Head:
     return HEADS[recipe.head.type].build(target.config, target.parts, options, draft_ids)
 
 
-def build_settings(section: TrainingSection, seed: int, heldout_rows: int, device: Any) -> TrainSettings:
-    """The trainer's settings; "auto" becomes the dtype whose matrix products are faster on ``device``."""
+def training_dtype(section: TrainingSection, device: Any, folder: Path) -> DtypeChoice:
+    """The dtype of the head's products. With "auto", a training that goes on in ``folder`` keeps the one it began with.
+
+    Raises:
+        InputError: see ``choose_dtype``.
+    """
+    from specheads.training.state import POINTERS
+
+    if section.dtype == "auto":
+        last = _json(folder / "checkpoints" / POINTERS).get("last", {}).get("folder", "none")
+        begun = trained_in(folder / "checkpoints" / last)
+        if begun.get("training_dtype") in DTYPES:
+            return DtypeChoice(DTYPES[begun["training_dtype"]], str(begun.get("training_dtype_reason")))
+    return choose_dtype(section.dtype, device)
+
+
+def build_settings(section: TrainingSection, seed: int, heldout_rows: int, dtype: torch.dtype) -> TrainSettings:
+    """The trainer's settings, with the dtype that was chosen."""
     from specheads.training.settings import TrainSettings
 
-    dtype = dtype_name(choose_dtype(section.dtype, device).dtype)
-    return TrainSettings(**section.model_dump(exclude={"dtype"}), dtype=dtype, seed=seed, eval_rows=heldout_rows)
+    values = section.model_dump(exclude={"dtype"})
+    return TrainSettings(**values, dtype=dtype_name(dtype), seed=seed, eval_rows=heldout_rows)
 
 
 def build_trainer(
@@ -105,17 +121,19 @@ def build_trainer(
     """
     from specheads.training.trainer import Trainer
 
+    choice = training_dtype(recipe.training, accelerator.device, folder)
+    chosen = {"training_dtype": dtype_name(choice.dtype), "training_dtype_reason": choice.reason}
     return Trainer(
         head,
         target.parts,
         data,
         heldout,
-        build_settings(recipe.training, recipe.seed, recipe.data.heldout_rows, accelerator.device),
+        build_settings(recipe.training, recipe.seed, recipe.data.heldout_rows, choice.dtype),
         accelerator,
         folder,
         target_config=target.config,
         callbacks=callbacks,
-        extra={"run": record(recipe, target)},
+        extra={"run": {**record(recipe, target), **chosen}},
     )
 
 
@@ -135,8 +153,30 @@ def record(recipe: Recipe, target: Target) -> dict[str, Any]:
 
 
 def write_record(folder: str | Path, recipe: Recipe, target: Target) -> None:
-    """``run.json`` in a folder."""
-    write_json(Path(folder) / RUN_FILE, record(recipe, target))
+    """``run.json`` in a run's folder, with the dtype that its checkpoint was trained in."""
+    write_json(Path(folder) / RUN_FILE, {**record(recipe, target), **trained_in(Path(folder) / CHECKPOINT)})
+
+
+def provenance(folder: Path) -> dict[str, Any]:
+    """The record of the run that made a checkpoint, from its config.json; empty where there is none."""
+    found = _json(folder / "config.json").get("provenance")
+    run = found.get("run") if isinstance(found, dict) else None
+    return run if isinstance(run, dict) else {}
+
+
+def trained_in(folder: Path) -> dict[str, Any]:
+    """Of the record of a checkpoint: the dtype it was trained in, and why."""
+    run = provenance(folder)
+    return {name: run[name] for name in ("training_dtype", "training_dtype_reason") if name in run}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object, empty if it cannot be read: whoever needs it says so."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 @dataclass
@@ -156,6 +196,7 @@ def checkpoint_folder(source: str | Path) -> Path:
         InputError: a run that has not finished its training; see ``resolve_folder`` for the rest.
     """
     path = Path(source).expanduser()
+    restore_replaced(path / CHECKPOINT)
     if (path / CHECKPOINT / "config.json").is_file():
         return path / CHECKPOINT
     if path.is_dir() and not (path / "config.json").is_file() and (path / "stages").is_dir():
@@ -166,18 +207,37 @@ def checkpoint_folder(source: str | Path) -> Path:
 
 
 def recipe_beside(folder: Path, overrides: Sequence[str]) -> Recipe:
-    """The recipe that made a checkpoint, or defaults where none is recorded, with the overrides laid over it.
+    """The recipe that made a checkpoint, or defaults for the target it names, with the overrides laid over it.
+
+    The checkpoint's own config.json says which target and head it is. A ``run.json`` of the same ones beside it is
+    newer (the quickstart writes the fastest drafter there) and counts; any other is somebody else's.
 
     Raises:
         InputError: an override that does not fit.
     """
-    for place in (folder, *folder.parents[:2]):
-        try:
-            values = json.loads((place / RUN_FILE).read_text(encoding="utf-8"))["recipe"]
-        except (OSError, ValueError, KeyError, TypeError):
+    target, own = recorded_target(_json(folder / "config.json")), provenance(folder).get("recipe")
+    for place in (folder, folder.parent) if folder.name == CHECKPOINT else (folder,):
+        run = _json(place / RUN_FILE)
+        values, made_for = run.get("recipe"), run.get("target")
+        if not isinstance(values, dict) or (isinstance(own, dict) and own.get("head") != values.get("head")):
             continue
-        return recipe_of(values, overrides, source=str(place / RUN_FILE))
-    return recipe_of({"head": {"type": "eagle3"}, "training": {"epochs": 1}}, overrides, source=str(folder))
+        shared = target.keys() & made_for.keys() if isinstance(made_for, dict) else set()
+        key = "fingerprint" if "fingerprint" in shared else "name"
+        if not target or (isinstance(made_for, dict) and target.get(key) == made_for.get(key)):
+            return recipe_of(values, overrides, source=str(place / RUN_FILE))
+    if isinstance(own, dict):
+        return recipe_of(own, overrides, source=str(folder / "config.json"))
+    named = {"target": {"name": target["name"]}} if "name" in target else {}
+    return recipe_of({**named, "head": {"type": "eagle3"}, "training": {"epochs": 1}}, overrides, source=str(folder))
+
+
+def recorded_target(config: dict[str, Any]) -> dict[str, str]:
+    """``name`` and ``fingerprint`` of the target in a checkpoint's config of any dialect, as far as it tells them."""
+    exported = config.get("specheads")
+    found = config.get("target") or (exported.get("target") if isinstance(exported, dict) else None)
+    if not isinstance(found, dict):
+        found = {"name": config.get("base_model_name_or_path")}
+    return {key: found[key] for key in ("name", "fingerprint") if isinstance(found.get(key), str) and found[key]}
 
 
 def load_checkpoint(source: str | Path, overrides: Sequence[str] = (), dtype: str | None = None) -> Loaded:
@@ -188,7 +248,7 @@ def load_checkpoint(source: str | Path, overrides: Sequence[str] = (), dtype: st
     """
     folder = checkpoint_folder(source)
     recipe = recipe_beside(folder, overrides)
-    load_draft(folder)  # a damaged checkpoint is told before seconds are spent on the target
+    read_files(folder)  # a damaged checkpoint is told before seconds are spent on the target
     target = build_target(recipe.target, dtype)
     head = load_draft(folder, target.config)
     return Loaded(folder, recipe, target, head.to(target.device, target.dtype).eval().requires_grad_(False))

@@ -15,6 +15,7 @@ from specheads.utils import InputError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROBE_SHAPE = (512, 576, 1536)  # tokens x hidden x MLP width of a small model
 PROBE_SECONDS = 0.2  # a dtype; two dtypes and their warm-up stay below a second
+BF16_GAIN = 1.2  # below, the probe's noise would decide, and fp32 is exact
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class DtypeChoice:
 
     dtype: torch.dtype
     reason: str
+
+
+_auto: dict[str, DtypeChoice] = {}  # by kind of device: what "auto" means in this process
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -73,7 +77,9 @@ def matmul_rate(
 
 
 def choose_dtype(requested: str, device: torch.device | str = "cpu") -> DtypeChoice:
-    """``fp32`` and ``bf16`` as asked; ``auto`` measures both for less than a second and takes the faster.
+    """``fp32`` and ``bf16`` as asked; ``auto`` measures both for less than a second, once in a process.
+
+    It takes fp32, the more exact, unless bf16 is at least ``BF16_GAIN`` times as fast.
 
     Raises:
         InputError: another name.
@@ -82,14 +88,21 @@ def choose_dtype(requested: str, device: torch.device | str = "cpu") -> DtypeCho
         return DtypeChoice(DTYPES[requested], "as asked")
     if requested != "auto":
         raise InputError(f"dtype: got {requested!r}, expected auto, fp32 or bf16; choose one of these")
-    return _fastest(str(device))
+    kind = torch.device(device).type
+    if kind not in _auto:
+        _auto[kind] = _probe(str(device))
+    return _auto[kind]
 
 
-@lru_cache(maxsize=8)
-def _fastest(device: str) -> DtypeChoice:
+def adopt_dtype(choice: DtypeChoice, device: torch.device | str) -> None:
+    """Let ``auto`` mean ``choice`` on this kind of device: what another process measured, for all processes."""
+    _auto[torch.device(device).type] = choice
+
+
+def _probe(device: str) -> DtypeChoice:
     bf16 = matmul_rate(torch.bfloat16, *PROBE_SHAPE, device=device)
     fp32 = matmul_rate(torch.float32, *PROBE_SHAPE, device=device)
     rates = f"({bf16:.0f} vs {fp32:.0f} GFLOPS)"
-    if bf16 > fp32:
+    if bf16 >= BF16_GAIN * fp32:
         return DtypeChoice(torch.bfloat16, f"bf16 matrix products {bf16 / fp32:.1f}x fp32 here {rates}")
     return DtypeChoice(torch.float32, f"bf16 matrix products only {bf16 / fp32:.2g}x fp32 here {rates}")

@@ -35,16 +35,14 @@ from specheads.modules.draft_vocab import DraftVocab
 from specheads.types import FrozenParts, TargetConfig
 from specheads.utils import InputError, write_json, write_text
 
-__all__ = ["FORMATS", "export", "load_draft", "read_draft", "save_native"]
+__all__ = ["FORMATS", "export", "load_draft", "read_draft", "read_files", "save_native"]
 
 FORMATS: dict[str, ModuleType] = {"native": native, "medusa": medusa, "eagle3": eagle3}
 TENSOR_FILES = ("model.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
 
 
-def read_draft(
-    source: str | os.PathLike[str], target_config: TargetConfig | None = None
-) -> tuple[NativeConfig, dict[str, Tensor], Path]:
-    """A draft of any format as a native config and native tensors, and the folder it was in.
+def read_files(source: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor], ModuleType, Path]:
+    """What the files of a draft hold, as they are: config, tensors, the format they are in, and the folder.
 
     Raises:
         InputError: nothing is there, a file is damaged, or the layout is none of ``FORMATS``.
@@ -59,14 +57,26 @@ def read_draft(
     tensors = read_tensors(path)
     for module in FORMATS.values():
         if module.matches(config, tensors):
-            try:
-                return *module.to_native(config, tensors, target_config), folder
-            except InputError as error:
-                raise InputError(f"{folder}: {error}") from error
+            return config, tensors, module, folder
     raise InputError(
         f"draft: {path} is no draft that is known ({', '.join(FORMATS)}): its tensors are {listed(tensors)}; "
         "give a Medusa, EAGLE-3 or specheads checkpoint"
     )
+
+
+def read_draft(
+    source: str | os.PathLike[str], target_config: TargetConfig | None = None
+) -> tuple[NativeConfig, dict[str, Tensor], Path]:
+    """A draft of any format as a native config and native tensors, and the folder it was in.
+
+    Raises:
+        InputError: see ``read_files``; or the config does not tell what the target has to (give ``target_config``).
+    """
+    config, tensors, module, folder = read_files(source)
+    try:
+        return *module.to_native(config, tensors, target_config), folder
+    except InputError as error:
+        raise InputError(f"{folder}: {error}") from error
 
 
 def load_draft(
@@ -150,10 +160,12 @@ def export(
     *,
     dtype: torch.dtype | None = None,
     numbers: Mapping[str, Any] | None = None,
+    extra: dict[str, Any] | None = None,
 ) -> Path:
     """Write ``head`` to ``folder`` in a format of ``FORMATS``, with a model card; whole or not at all.
 
     ``dtype``: of the floating-point tensors, None = the head's own. ``numbers``: measured results for the card.
+    ``extra``: provenance, recorded in config.json of every format as in native checkpoints.
 
     Raises:
         InputError: an unknown format, one that cannot hold this head, unusable tensors, or a full disk.
@@ -169,6 +181,8 @@ def export(
     written, out = module.from_native(
         native_config(head, target_config, dtype, None), tensors, parts.output_weight.detach().cpu().to(dtype)
     )
+    if extra:
+        written["provenance"] = extra
     with temporary_folder(folder) as part:
         for name in module.FILES:
             write_tensors(part / name, out)

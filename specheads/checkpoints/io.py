@@ -5,6 +5,7 @@ Nothing here unpickles code: ``.bin`` and ``.pt`` files are read with ``weights_
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import pickle
@@ -12,7 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,18 +123,38 @@ def temporary_folder(goal: str | os.PathLike[str]) -> Iterator[Path]:
                 path.chmod(0o666 & ~umask)
                 with path.open("rb") as stream:
                     os.fsync(stream.fileno())
-        if goal.exists():
-            old = part.with_suffix(".old")
-            goal.replace(old)
-            part.replace(goal)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            part.replace(goal)
+        restore_replaced(goal)
+        _replace(part, goal)
     except OSError as error:
         raise disk_error(goal, error) from error
     finally:
         if part is not None:
             shutil.rmtree(part, ignore_errors=True)
+
+
+def _replace(part: Path, goal: Path) -> None:
+    """Give ``part`` the name ``goal``; a folder there steps aside first, and comes back if that fails."""
+    if not goal.exists():
+        part.replace(goal)
+        return
+    old = part.with_suffix(".old")
+    goal.replace(old)
+    try:
+        part.replace(goal)
+    except OSError:
+        old.replace(goal)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def restore_replaced(goal: Path) -> None:
+    """Where ``goal`` is missing because a kill fell between the two renames of a replacement: put the old one back."""
+    if goal.exists() or not goal.parent.is_dir():
+        return
+    left = [path for path in goal.parent.glob(f".{glob.escape(goal.name)}.*.old") if path.is_dir()]
+    if left:
+        with suppress(OSError):  # a folder that cannot be written: the caller says that nothing is there
+            max(left, key=lambda path: path.stat().st_mtime).replace(goal)
 
 
 def listed(names: Iterable[str]) -> str:
@@ -187,6 +208,7 @@ def resolve_folder(source: str | os.PathLike[str]) -> Path:
         InputError: neither a folder nor a hub id that can be fetched.
     """
     path = Path(source).expanduser()
+    restore_replaced(path)
     if path.is_dir():
         return path
     if path.is_file():

@@ -15,6 +15,7 @@ def run(checkpoint: Checkpoint, overrides: Overrides = None) -> None:
     """
     from specheads.build import load_checkpoint
     from specheads.jobs.talk import Talker
+    from specheads.utils import InputError
 
     console = Console()
     talker = Talker(load_checkpoint(checkpoint, overrides or ()))
@@ -29,7 +30,12 @@ def run(checkpoint: Checkpoint, overrides: Overrides = None) -> None:
             console.line("(new conversation)")
         elif text:
             messages.append({"role": "user", "content": text})
-            answer = talker.answer(messages, show=True, screen=console)
+            try:
+                answer = talker.answer(messages, show=True, screen=console)
+            except InputError as error:  # such as a full context: the conversation so far stands
+                console.line(str(error))
+                messages.pop()
+                continue
             messages.append({"role": "assistant", "content": answer.text})
 
 

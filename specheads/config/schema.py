@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -17,7 +17,7 @@ class TargetSection(Section):
     """The frozen model that the head is trained for."""
 
     name: str = Field(default="smollm2-135m", min_length=1)  # embedded default, hub id, or folder
-    dtype: Literal["auto", "bf16", "fp32"] = "auto"  # auto: bf16 where a one-second probe shows it faster
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"  # auto: bf16 where a one-second probe shows it 1.2 times as fast
     device: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
@@ -80,8 +80,8 @@ class TrainingSection(Section):
     minutes: float | None = Field(default=None, gt=0)  # wall clock; the schedule follows it
     max_steps: int | None = Field(default=None, ge=1)
     epochs: float | None = Field(default=None, gt=0)
-    rows_per_batch: int = Field(default=2, ge=1)  # rows of one micro-batch
-    accumulate: int = Field(default=1, ge=1)  # micro-batches of an optimiser step, over all processes together
+    rows_per_batch: int = Field(default=2, ge=1)  # rows of one micro-batch, over all processes together
+    accumulate: int = Field(default=1, ge=1)  # micro-batches of an optimiser step
     optimizer: Literal["muon", "adamw"] = "muon"  # muon: Muon for hidden 2-D weights, AdamW for the rest
     learning_rate: float = Field(default=1e-3, gt=0)  # AdamW
     muon_learning_rate: float = Field(default=0.02, gt=0)
@@ -89,7 +89,7 @@ class TrainingSection(Section):
     warmup_steps: int = Field(default=20, ge=0)
     weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float = Field(default=1.0, ge=0)  # 0 is off
-    dtype: Literal["auto", "bf16", "fp32"] = "auto"  # of the products; the weights are fp32. auto: as for the target
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"  # of the products; the weights are fp32. auto: see target.dtype
     log_every: int = Field(default=10, ge=1)  # steps, as the two below
     save_every: int = Field(default=200, ge=1)
     eval_every: int = Field(default=200, ge=1)
@@ -158,6 +158,20 @@ class Recipe(Section):
     export: ExportSection = ExportSection()
     output_dir: str = Field(default="runs/default", min_length=1)
     seed: int = Field(default=0, ge=0)
+
+    @field_validator("export")
+    @classmethod
+    def _formats_hold_the_head(cls, export: ExportSection, info: ValidationInfo) -> ExportSection:
+        head: MedusaSection | Eagle3Section | None = info.data.get("head")  # none where it is wrong itself
+        if head is None:
+            return export
+        unfit = [name for name in export.formats if name not in ("native", head.type)]
+        if unfit:
+            raise ValueError(
+                f"formats native or {head.type} for a head of type {head.type}, not {', '.join(unfit)}; "
+                f"set export.formats=[{head.type}]"
+            )
+        return export
 
     def resolved(self) -> dict[str, Any]:
         """Every key with the value that is used, JSON-able."""

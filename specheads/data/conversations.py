@@ -21,8 +21,9 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -62,7 +63,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; give a .jsonl file with one conversation a line") from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path}: could not be read ({error}); give a readable .jsonl or .jsonl.gz file") from error
     except UnicodeDecodeError as error:
         line = (gzip.decompress(raw) if path.suffix == ".gz" else raw)[: error.start].count(b"\n") + 1
@@ -183,30 +184,67 @@ def read_prompts(source: str | Path) -> tuple[list[Prompt], Skipped]:
     return prompts, skipped
 
 
+def _check_exact(value: dict[str, Any], where: str) -> None:
+    """A row with exact ids must hold lists of ids, and say what was asked by ``prompt_ids`` or by its turns."""
+    asked = value.get("prompt_ids") or []  # none where the turns tell what was asked
+    for key, ids in (("output_ids", value["output_ids"]), ("prompt_ids", asked)):
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            raise InputError(f"{where}: {key!r} is {json.dumps(ids)[:60]}, expected a list of token ids; mend the row")
+    if value.get("messages") is not None:
+        turns = _messages(value, where)
+        if len(turns) > 1 and turns[-1]["role"] == "assistant":
+            return
+        if not asked:
+            raise InputError(
+                f"{where}: the turns do not end with an answer; add it to 'messages', or give 'prompt_ids'"
+            )
+    elif not asked:
+        raise InputError(
+            f"{where}: has 'output_ids' but neither 'prompt_ids' nor 'messages'; add what was asked "
+            f"(the row has the keys {sorted(value)})"
+        )
+
+
 def read_rows(source: str | Path) -> tuple[list[dict[str, Any]], Skipped]:
     """Answered rows (distilled by ``generate``, or chats of your own that end with an assistant turn).
 
-    Rows with exact ids (``output_ids``) come back as they are, others with their turns cleaned.
+    Rows with exact ids (``output_ids``) come back as they are, others with their turns cleaned. A row without an ``id``
+    gets a digest of its content.
 
     Raises:
-        InputError: missing, empty or broken file (file:line), or no usable row at all.
+        InputError: missing, empty or broken file or row (file:line), an id used twice, or no usable row at all.
     """
     path, skipped, rows, lines = Path(source), Skipped(), [], 0
+    places: dict[str, str] = {}
     for number, value in read_jsonl(path):
-        lines += 1
+        lines, where = lines + 1, f"{path}:{number}"
+        if not isinstance(value.get("provenance") or {}, dict):
+            kind = type(value["provenance"]).__name__
+            raise InputError(f"{where}: 'provenance' is {kind}, expected an object; mend it or leave it out")
         if "output_ids" in value:
-            rows.append(value)
+            _check_exact(value, where)
+            row, content = value, digest([value.get(key) for key in ("messages", "prompt_ids", "output_ids")])
+        else:
+            messages = _usable(value, where, ("assistant",), skipped)
+            if not messages:
+                continue
+            row = {**value, "category": str(value.get("category", "other")), "messages": messages}
+            content = digest(messages)
+        named = value.get("id") not in (None, "")
+        name = str(value["id"]) if named else content
+        if name in places and named:
+            raise InputError(f"{where}: id {name!r} is also the id of {places[name]}; ids must be unique")
+        if name in places:
+            skipped["repeated row"] += 1
             continue
-        messages = _usable(value, f"{path}:{number}", ("assistant",), skipped)
-        if messages:
-            name = str(value.get("id") or digest(messages))
-            rows.append({**value, "id": name, "category": str(value.get("category", "other")), "messages": messages})
+        places[name] = where
+        rows.append({**row, "id": name})
     if not rows:
         what = f"no answered row in {lines} lines (skipped: {skipped.describe()})" if lines else "the file is empty"
         raise InputError(f"{path}: {what}; run `specheads generate` to let the target write the answers")
     return rows, skipped
 
 
-def digest(messages: list[Message] | tuple[Message, ...]) -> str:
-    """A short stable name of a conversation."""
+def digest(messages: Sequence[Any]) -> str:
+    """A short stable name of a conversation, or of whatever a row holds instead."""
     return hashlib.sha256(json.dumps(list(messages), sort_keys=True).encode()).hexdigest()[:12]

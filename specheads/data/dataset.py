@@ -1,8 +1,7 @@
-"""Rows of features for training: random access, a split by prompt, and batches that follow from (seed, epoch) alone."""
+"""Rows of features for training: random access, and batches that follow from (seed, epoch) alone."""
 
 from __future__ import annotations
 
-import hashlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -65,29 +64,6 @@ class OnlineFeatureDataset(RowSource):
     def rows(self, indices: Sequence[int]) -> list[FeatureRow]:
         """One forward of the target over the batch."""
         return row_features(self.target, [self.encoded[index] for index in indices], self.layer_ids)
-
-
-def is_held_out(prompt_id: str, share: float) -> bool:
-    """Whether a prompt belongs to the held-out ``share``: by a digest of its id, so for good and for all answers."""
-    return int.from_bytes(hashlib.sha256(prompt_id.encode()).digest()[:8], "big") < share * 2**64
-
-
-def split_rows(rows: Sequence[Encoded], share: float) -> tuple[list[Encoded], list[Encoded]]:
-    """(training, held-out) rows; all rows of a prompt fall on one side.
-
-    Raises:
-        InputError: the share is not in (0, 1), or a side would be empty.
-    """
-    if not 0 < share < 1:
-        raise InputError(f"held_out: got {share}, expected a share between 0 and 1, for example 0.05")
-    train = [row for row in rows if not is_held_out(row.prompt_id, share)]
-    held = [row for row in rows if is_held_out(row.prompt_id, share)]
-    if not train or not held:
-        raise InputError(
-            f"held_out: a share of {share} of {len(rows)} rows leaves {len(train)} for training and {len(held)} held "
-            "out; expected at least one each. Give more rows, another share, or a held-out file"
-        )
-    return train, held
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,11 @@ A distilled row::
      "prompt_ids": [...], "output_ids": [...], "finish": "stop", "temperature": 0.8,
      "provenance": {"model", "fingerprint", "template", "temperature", "top_p", "max_new_tokens", "seed", "date"}}
 
+and ``revision`` in the provenance where the target was loaded by one.
+
 The file is append-only. A run that was killed, at whatever byte, is taken up by running it again: finished rows stand,
 a torn last line is dropped, and a row's random numbers come from its own id, so the rest reads as if nothing happened.
+A row of the same id whose prompt or settings were others is answered again; it stands until the new one is written.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.data.conversations import Prompt, Skipped
-from specheads.data.engines import ENGINES, Request
+from specheads.data.engines import ENGINES, Answer, Request
 from specheads.data.tokenize import SkipRow, prompt_ids, template_hash
 from specheads.target.adapter import Target
 from specheads.utils import InputError, atomic_path, disk_error
@@ -33,11 +36,13 @@ WINDOW = 8  # batches whose prompts are sorted together: neighbours of like leng
 
 @dataclass
 class DistillReport:
-    """What a run wrote. ``rows`` and ``tokens`` count this run; ``reused`` rows stood in the file before."""
+    """What a run wrote. ``rows`` and ``tokens`` count this run; ``reused`` rows stood in the file before; ``replaced``
+    of the new rows took the place of one with another prompt or other settings."""
 
     rows: int = 0
     tokens: int = 0
     reused: int = 0
+    replaced: int = 0
     skipped: Skipped = field(default_factory=Skipped)
     seconds: float = 0.0
 
@@ -48,7 +53,7 @@ class DistillReport:
 
 
 def finished_rows(path: Path) -> dict[str, dict[str, Any]]:
-    """Rows of a distilled file by id; a torn last line is cut off the file first.
+    """Rows of a distilled file by id; a torn last line, and a row that a later one replaced, leave the file first.
 
     Raises:
         InputError: it cannot be read, or a line in the middle is broken or is not a distilled row (file:line).
@@ -61,7 +66,7 @@ def finished_rows(path: Path) -> dict[str, dict[str, Any]]:
         raise InputError(f"{path}: could not be read ({error.strerror}); choose another output file") from error
     lines = raw.split(b"\n")
     rows: dict[str, dict[str, Any]] = {}
-    kept: list[bytes] = []
+    kept: dict[str, bytes] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -74,14 +79,17 @@ def finished_rows(path: Path) -> dict[str, dict[str, Any]]:
                 f"{path}:{number}: broken JSON in the middle of the file; expected a row written by `generate`. "
                 "Delete that line to have its prompt answered again"
             ) from None
-        if not isinstance(row, dict) or not {"id", "output_ids", "provenance"} <= set(row):
+        known = isinstance(row, dict) and {"id", "output_ids"} <= set(row)
+        if not known or not isinstance(row.get("provenance"), dict):
             raise InputError(
                 f"{path}:{number}: not a row that `generate` wrote (no id, output_ids and provenance); "
                 "choose another output file"
             )
-        rows[str(row["id"])] = row
-        kept.append(line)
-    whole = b"".join(line + b"\n" for line in kept)
+        name = str(row["id"])
+        rows[name] = row
+        kept.pop(name, None)
+        kept[name] = line
+    whole = b"".join(line + b"\n" for line in kept.values())
     if whole != raw:
         with atomic_path(path) as temporary:
             temporary.write_bytes(whole)
@@ -99,6 +107,26 @@ def _check_same_source(path: Path, rows: dict[str, dict[str, Any]], target: Targ
                     f"({row['provenance'].get('model')}), this run has {value!r} ({target.config.name}); "
                     "choose another output file, or delete this one"
                 )
+
+
+def _settings(request: Request, max_new_tokens: int) -> dict[str, Any]:
+    """What, beside target and prompt, decides a row's text."""
+    return {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "max_new_tokens": max_new_tokens,
+        "seed": request.seed,
+    }
+
+
+def _answers(row: dict[str, Any], prompt: Prompt, request: Request, max_new_tokens: int) -> bool:
+    """Whether a row of the file answers this very prompt under these very settings."""
+    if row.get("prompt_ids"):
+        same = row["prompt_ids"] == request.prompt_ids
+    else:  # shipped sets leave the ids of the prompt out
+        turns = row.get("messages")
+        same = isinstance(turns, list) and turns[:-1] == list(prompt.messages)
+    return same and _settings(request, max_new_tokens).items() <= row["provenance"].items()
 
 
 def plan(
@@ -133,6 +161,11 @@ def plan(
             )
         for answer in range(answers_per_prompt):
             name = prompt.id if answer == 0 else f"{prompt.id}#{answer}"
+            if name in wanted:
+                raise InputError(
+                    f"prompts: two answers would be named {name!r} (answer k to a prompt is its id and #k); "
+                    "rename that prompt's id"
+                )
             temperature = float(temperatures[(index + answer) % len(temperatures)])
             wanted[name] = (prompt, Request(name, ids, temperature, top_p, seed))
     return wanted
@@ -144,6 +177,19 @@ def in_order(requests: Sequence[Request], batch_size: int, seed: int) -> list[Re
     size = WINDOW * batch_size
     windows = (shuffled[start : start + size] for start in range(0, len(shuffled), size))
     return [request for window in windows for request in sorted(window, key=lambda r: -len(r.prompt_ids))]
+
+
+def _check_options(
+    engine: str, max_new_tokens: int, batch_size: int, answers_per_prompt: int, temperatures: Sequence[float]
+) -> None:
+    if engine not in ENGINES:
+        raise InputError(f"engine: got {engine!r}, expected one of {sorted(ENGINES)}")
+    if max_new_tokens < 1 or batch_size < 1 or answers_per_prompt < 1 or not temperatures or min(temperatures) < 0:
+        raise InputError(
+            f"generation: got max_new_tokens {max_new_tokens}, batch_size {batch_size}, answers_per_prompt "
+            f"{answers_per_prompt}, temperatures {tuple(temperatures)}; expected counts of 1 or more and at least one "
+            "temperature of 0 or more"
+        )
 
 
 def distill(
@@ -159,23 +205,18 @@ def distill(
     answers_per_prompt: int = 1,
     max_prompt_tokens: int = 1024,
     seed: int = 0,
+    revision: str | None = None,
     progress: Callable[[int, int, int], None] | None = None,
 ) -> DistillReport:
     """Let the target answer ``prompts`` into ``out_path``, continuing what is there.
 
+    revision: of the hub, as the target was loaded; recorded in every row.
     progress: called with (rows done, rows in all, new tokens of this run) after every row.
 
     Raises:
         InputError: unknown engine, bad numbers, a file by another target or template, a full disk.
     """
-    if engine not in ENGINES:
-        raise InputError(f"engine: got {engine!r}, expected one of {sorted(ENGINES)}")
-    if max_new_tokens < 1 or batch_size < 1 or answers_per_prompt < 1 or not temperatures or min(temperatures) < 0:
-        raise InputError(
-            f"generation: got max_new_tokens {max_new_tokens}, batch_size {batch_size}, answers_per_prompt "
-            f"{answers_per_prompt}, temperatures {tuple(temperatures)}; expected counts of 1 or more and at least one "
-            "temperature of 0 or more"
-        )
+    _check_options(engine, max_new_tokens, batch_size, answers_per_prompt, temperatures)
     path, report = Path(out_path), DistillReport()
     room = target.config.context_limit - max_new_tokens
     wanted = plan(
@@ -188,9 +229,10 @@ def distill(
         seed=seed,
         skipped=report.skipped,
     )
-    done = finished_rows(path)
-    _check_same_source(path, done, target)
-    report.reused = sum(name in done for name in wanted)
+    found = finished_rows(path)
+    _check_same_source(path, found, target)
+    done = {name for name, asked in wanted.items() if name in found and _answers(found[name], *asked, max_new_tokens)}
+    report.reused = len(done)
     missing = in_order([request for name, (_, request) in wanted.items() if name not in done], batch_size, seed)
     if not missing:
         return report
@@ -201,41 +243,43 @@ def distill(
         with path.open("ab") as stream:
             for answer in writer.run(missing):
                 prompt, request = wanted[answer.key]
-                row = _row(target, prompt, request, answer.output_ids, answer.finish, max_new_tokens)
+                row = _row(target, prompt, request, answer, max_new_tokens, revision)
                 stream.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
                 stream.flush()
                 report.rows += 1
+                report.replaced += answer.key in found
                 report.tokens += len(answer.output_ids)
                 report.seconds = time.perf_counter() - start
                 if progress is not None:
                     progress(report.reused + report.rows, len(wanted), report.tokens)
     except OSError as error:
         raise disk_error(path, error) from error
+    finally:
+        if report.replaced:
+            finished_rows(path)  # the old lines leave the file, also when this run is stopped halfway
     return report
 
 
 def _row(
-    target: Target, prompt: Prompt, request: Request, output_ids: list[int], finish: str, max_new_tokens: int
+    target: Target, prompt: Prompt, request: Request, answer: Answer, max_new_tokens: int, revision: str | None
 ) -> dict[str, Any]:
     """The line to write, with where it came from."""
-    text = target.tokenizer.decode(output_ids, skip_special_tokens=True)
+    text = target.tokenizer.decode(answer.output_ids, skip_special_tokens=True)
     return {
         "id": request.key,
         "prompt_id": prompt.id,
         "category": prompt.category,
         "messages": [*prompt.messages, {"role": "assistant", "content": text}],
         "prompt_ids": request.prompt_ids,
-        "output_ids": output_ids,
-        "finish": finish,
+        "output_ids": answer.output_ids,
+        "finish": answer.finish,
         "temperature": request.temperature,
         "provenance": {
             "model": target.config.name,
             "fingerprint": target.config.fingerprint,
+            **({"revision": revision} if revision else {}),
             "template": template_hash(target.tokenizer),
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "max_new_tokens": max_new_tokens,
-            "seed": request.seed,
+            **_settings(request, max_new_tokens),
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         },
     }

@@ -27,8 +27,8 @@ PROBES: tuple[tuple[Message, ...], ...] = (
 )
 
 
-class SkipRow(ValueError):
-    """This row cannot be used; the text is the reason to count."""
+class SkipRow(InputError):
+    """This conversation cannot be used; the text is the reason to count, and the line to show where one is all."""
 
 
 def render(tokenizer: Any, messages: Sequence[Message], generation: bool) -> str:
@@ -78,7 +78,7 @@ def answer_spans(
         elif index == len(messages) - 1:
             raise SkipRow("the chat template rewrites the answer")
     if not spans:
-        raise SkipRow("no answer")
+        raise SkipRow("no answer in the conversation")
     return whole, spans
 
 

@@ -62,7 +62,7 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     """
     ids = to_ids(tokenizer, render(tokenizer, messages, generation=True))
     if not ids:
-        raise SkipRow("no tokens")
+        raise SkipRow("no tokens in the conversation")
     return ids
 
 
@@ -98,7 +98,7 @@ def encode_row(
         raise SkipRow(f"no supervised token within {max_length} tokens")
     return Encoded(
         id=name,
-        prompt_id=str(row.get("prompt_id", name)),
+        prompt_id=name if row.get("prompt_id") is None else str(row["prompt_id"]),
         category=str(row.get("category", "other")),
         input_ids=kept_ids,
         loss_mask=kept_mask,

@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from specheads.data.conversations import Message, clean_turns, read_jsonl, read_prompts, trim
 from specheads.utils import InputError
 
 BUILTIN = "heldout"
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def load_suite(
     return [row for row in rows if row.id in kept]
 
 
-def spread(rows: Sequence[SuitePrompt], limit: int | None) -> list[SuitePrompt]:
+def spread(rows: Sequence[Item], limit: int | None) -> list[Item]:
     """``limit`` rows at even distances, the first and the last among them; always the same ones."""
     if limit is None or limit >= len(rows):
         return list(rows)

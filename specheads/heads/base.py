@@ -27,6 +27,8 @@ class Drafter(ABC):
 
     feature_spec: FeatureSpec = FeatureSpec()
     max_nodes: int = 1  # the largest tree that propose may return, root included
+    passes: int = 1  # draft forwards of the last propose
+    min_gain: float = 0.0  # a further pass needs this chance to be reached; a caller that knows costs sets it
 
     @abstractmethod
     def start(self, tokens: Tensor, features: Tensor | None, lengths: Tensor, capacity: int) -> None:

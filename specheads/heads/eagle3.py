@@ -26,7 +26,15 @@ from specheads.heads.base import Drafter, Head
 from specheads.heads.common import RANKS, TeacherRows, check_fields, soft_targets, working_dtype
 from specheads.heads.eagle3_config import Eagle3Config, configure
 from specheads.heads.eagle3_drafter import Eagle3Drafter, Eagle3Weights
-from specheads.losses import CHUNK_BYTES, Alignment, align, chunked_cross_entropy, nothing_learnt, step_output
+from specheads.losses import (
+    CHUNK_BYTES,
+    Alignment,
+    Workspace,
+    align,
+    chunked_cross_entropy,
+    nothing_learnt,
+    step_output,
+)
 from specheads.modules.anchored_attention import anchor_mask, anchored_attention
 from specheads.modules.decoder_layer import DecoderLayer, LayerShape
 from specheads.modules.draft_vocab import DraftVocab
@@ -65,6 +73,7 @@ class Eagle3Head(Head):
         self.register_buffer("d2t", vocab.d2t.clone(), persistent=not vocab.is_full)
         self.register_buffer("t2d", vocab.t2d.clone(), persistent=not vocab.is_full)
         self.chunk_bytes = CHUNK_BYTES
+        self._workspace = Workspace()
         self._teacher = TeacherRows()
         self._weights: Eagle3Weights | None = None
 
@@ -157,7 +166,14 @@ class Eagle3Head(Head):
         decay = self.config.step_decay ** torch.arange(steps, device=hidden.device, dtype=torch.float32)
         weights = decay * plan.supervised * (judge >= 0)[:, None]
         result = chunked_cross_entropy(
-            hidden, [self.lm_head.weight], target, judge, weights, ranks=ranks, chunk_bytes=self.chunk_bytes
+            hidden,
+            [self.lm_head.weight],
+            target,
+            judge,
+            weights,
+            ranks=ranks,
+            chunk_bytes=self.chunk_bytes,
+            workspace=self._workspace,
         )
         return step_output(plan, result, ranks)
 

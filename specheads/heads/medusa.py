@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from specheads.heads.base import Drafter, Head
 from specheads.heads.common import RANKS, TeacherRows, check_fields, check_options, soft_targets, working_dtype
 from specheads.heads.medusa_drafter import MedusaDrafter, MedusaWeights
-from specheads.losses import CHUNK_BYTES, align, chunked_cross_entropy, nothing_learnt, step_output
+from specheads.losses import CHUNK_BYTES, Workspace, align, chunked_cross_entropy, nothing_learnt, step_output
 from specheads.modules.draft_vocab import DraftVocab
 from specheads.modules.res_block import ResBlock
 from specheads.types import FeatureSpec, FrozenParts, HeadInputs, StepOutput, TargetConfig
@@ -77,6 +77,7 @@ class MedusaHead(Head):
         self.register_buffer("d2t", vocab.d2t.clone(), persistent=not vocab.is_full)
         self.register_buffer("t2d", vocab.t2d.clone(), persistent=not vocab.is_full)
         self.chunk_bytes = CHUNK_BYTES
+        self._workspace = Workspace()
         self._teacher = TeacherRows()
         self._shared = TeacherRows()
         self._weights: MedusaWeights | None = None
@@ -163,6 +164,7 @@ class MedusaHead(Head):
             decay * plan.supervised * known[:, None],
             ranks=ranks,
             chunk_bytes=self.chunk_bytes,
+            workspace=self._workspace,
         )
         return step_output(plan, result, ranks)
 

@@ -79,15 +79,29 @@ def write_answers(
                 answers_per_prompt=section.samples_per_prompt,
                 max_prompt_tokens=section.max_prompt_tokens,
                 seed=recipe.seed,
+                revision=recipe.target.revision,
                 progress=tell,
             )
         except _TimeIsUp:
             screen.line(f"  {counted.rows} of {len(prompts)} prompts answered in the time for it ({path})")
             return counted
+    instead = f" ({report.replaced} in place of rows with another prompt or other settings)" if report.replaced else ""
     screen.line(
-        f"  {report.rows} answers written, {report.reused} were there; skipped: {report.skipped.describe()}  ({path})"
+        f"  {report.rows} answers written{instead}, {report.reused} were there; "
+        f"skipped: {report.skipped.describe()}  ({path})"
     )
     return report
+
+
+def chosen_prompts(recipe: Recipe) -> tuple[list[Prompt], dict[str, int]]:
+    """``data.live_rows`` prompts of the prompt file (all if that is none), and what the file lost.
+
+    Raises:
+        InputError: see ``read_prompts``.
+    """
+    prompts, skipped = read_prompts(recipe.data.prompts)
+    wanted = recipe.data.live_rows
+    return (prompts if wanted is None else spread(prompts, wanted)), dict(skipped)
 
 
 def live_prompts(recipe: Recipe) -> tuple[list[Prompt], dict[str, int]]:
@@ -97,12 +111,9 @@ def live_prompts(recipe: Recipe) -> tuple[list[Prompt], dict[str, int]]:
         InputError: see ``read_prompts``.
     """
     wanted = recipe.data.live_rows
-    if wanted is None and recipe.data.answers is not None:
-        wanted = 0
-    if wanted == 0:
+    if wanted == 0 or (wanted is None and recipe.data.answers is not None):
         return [], {}
-    prompts, skipped = read_prompts(recipe.data.prompts)
-    return (list(prompts) if wanted is None else spread(prompts, wanted)), dict(skipped)
+    return chosen_prompts(recipe)
 
 
 def distilled_file(recipe: Recipe) -> Path | None:
@@ -137,15 +148,19 @@ def gather_rows(recipe: Recipe, target: Target, screen: Screen) -> Rows:
     if path is not None:
         rows, skipped = read_rows(path)
         check_writer(rows, target, str(path))
-        found.update((str(row.get("id")), row) for row in rows)
+        found.update((row["id"], row) for row in rows)
         report["read"] = {"file": path.name, "rows": len(rows), "skipped": dict(skipped)}
     prompts, skipped_prompts = live_prompts(recipe)
     if prompts:
         written = write_answers(recipe, target, prompts, answers_file(recipe), screen)
         rows, _ = read_rows(answers_file(recipe))
-        found.update((str(row["id"]), row) for row in rows)  # a live answer replaces the shipped one to the same prompt
+        found.update((row["id"], row) for row in rows)  # a live answer replaces the shipped one to the same prompt
         lost = dict(written.skipped)
-        report["written"] = {"rows": written.rows + written.reused, "skipped": {**skipped_prompts, **lost}}
+        report["written"] = {
+            "rows": written.rows + written.reused,
+            "replaced": written.replaced,
+            "skipped": {**skipped_prompts, **lost},
+        }
     return encode(recipe, target, found, report, screen)
 
 
@@ -210,7 +225,7 @@ def hold_out(rows: Sequence[Encoded], count: int) -> tuple[list[Encoded], list[E
     """
     groups: dict[str, list[Encoded]] = {}
     for row in rows:
-        groups.setdefault(row.prompt_id.partition("#")[0], []).append(row)  # id#k: a further answer to the same prompt
+        groups.setdefault(row.prompt_id, []).append(row)
     if len(groups) < 2:
         raise InputError(f"data: {len(groups)} prompt(s) with a usable answer, expected 2 or more to hold one out")
     train: list[Encoded] = []

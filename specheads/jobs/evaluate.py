@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from specheads.build import Loaded, build_decoders, build_plain
-from specheads.data.tokenize import prompt_ids
 from specheads.evaluation.benchmark import run_benchmark
 from specheads.evaluation.divergence import Divergence, Identity, raise_for_errors, verify_identical
 from specheads.evaluation.record import BenchmarkReport, Row
 from specheads.evaluation.report import print_report, write_report
-from specheads.evaluation.suites import load_suite
+from specheads.evaluation.runs import encode_suite
+from specheads.evaluation.suites import load_suite, spread
 from specheads.jobs.screen import Screen
 from specheads.utils import write_json
 
@@ -68,15 +69,16 @@ def measure(loaded: Loaded, screen: Screen, default: str | None = "fastest") -> 
 
 
 def exact_tokens(loaded: Loaded, screen: Screen, prompts: int, max_new_tokens: int) -> dict[str, Any]:
-    """Tokens of every decoder against the target's own over a few prompts of the suite; meant for fp32.
+    """Tokens of every decoder against the target's own over a few usable prompts of the suite; meant for fp32.
 
     Raises:
-        InputError: a divergence that is no exact tie.
+        InputError: no usable prompt, or a divergence that is no exact tie.
     """
-    suite = load_suite(loaded.recipe.evaluation.suite)
-    chosen = [suite[index * len(suite) // prompts] for index in range(min(prompts, len(suite)))]
+    first_turns = [replace(prompt, later_turns=()) for prompt in load_suite(loaded.recipe.evaluation.suite)]
+    usable, _ = encode_suite(loaded.target, first_turns, loaded.target.generate, max_new_tokens)
+    chosen = spread(usable, prompts)
     decoders = {"plain loop": build_plain(loaded.target), **build_decoders(loaded, loaded.recipe.evaluation.drafters)}
-    ids = [prompt_ids(loaded.target.tokenizer, prompt.messages) for prompt in chosen]
+    ids = [prompt.ids for prompt in chosen]
     names = [prompt.id for prompt in chosen]
     with screen.stage("the same in fp32") as progress:
         found = verify_identical(loaded.target, decoders, ids, max_new_tokens, names=names, progress=progress)
@@ -91,26 +93,30 @@ def exact_tokens(loaded: Loaded, screen: Screen, prompts: int, max_new_tokens: i
 
 def report_of(value: dict[str, Any]) -> BenchmarkReport:
     """The report that ``to_json`` made ``value`` of, to show it again."""
-    by_drafter = {name: Row(**row) for name, row in value["by_drafter"].items()}
     plain = value["plain"]
     return BenchmarkReport(
         **{
             **{name: value[name] for name in BenchmarkReport.__dataclass_fields__ if name in value},
-            "rows": [Row(**row) for row in value["rows"]],
-            "by_drafter": by_drafter,
+            "rows": [_row(row) for row in value["rows"]],
+            "by_drafter": {name: _row(row) for name, row in value["by_drafter"].items()},
             "plain": _identity("plain loop", {**plain, "prompts": value["overall"]["prompts"]}),
             "identities": {name: _identity(name, row) for name, row in value["by_drafter"].items()},
         }
     )
 
 
+def _row(row: dict[str, Any]) -> Row:
+    return Row(**{**row, "first_divergences": [_with_infinity(one) for one in row["first_divergences"]]})
+
+
 def _identity(name: str, row: dict[str, Any]) -> Identity:
-    # JSON has no infinity: a gap that is None was an end that came too early or too late
-    parted = [
-        Divergence(**{**one, "gap": float("inf") if one["gap"] is None else one["gap"]})
-        for one in row["first_divergences"]
-    ]
+    parted = [Divergence(**_with_infinity(one)) for one in row["first_divergences"]]
     return Identity(name, row["prompts"], row["identical"], parted)
+
+
+def _with_infinity(one: dict[str, Any]) -> dict[str, Any]:
+    """A divergence as it was before JSON, which has no infinity: a gap of None was an end too early or too late."""
+    return {**one, "gap": float("inf") if one["gap"] is None else one["gap"]}
 
 
 def write(report: BenchmarkReport, folder: str | Path, extra: dict[str, Any]) -> dict[str, Path]:

@@ -7,8 +7,7 @@ from typing import Any
 
 from specheads.build import build_target
 from specheads.config.schema import Recipe
-from specheads.data.conversations import read_prompts
-from specheads.jobs.data import answers_file, spread, write_answers
+from specheads.jobs.data import answers_file, chosen_prompts, write_answers
 from specheads.jobs.screen import Screen
 
 
@@ -18,9 +17,7 @@ def generate(recipe: Recipe, output: str | None, screen: Screen) -> dict[str, An
     Raises:
         InputError: see ``read_prompts`` and ``distill``.
     """
-    prompts, skipped = read_prompts(recipe.data.prompts)  # a broken file is told before the target is loaded
-    wanted = recipe.data.live_rows
-    chosen = prompts if wanted is None else spread(prompts, wanted)
+    chosen, skipped = chosen_prompts(recipe)  # a broken file is told before the target is loaded
     with screen.stage("target"):
         target = build_target(recipe.target)
     screen.line(f"  {target.describe()}")
@@ -30,6 +27,7 @@ def generate(recipe: Recipe, output: str | None, screen: Screen) -> dict[str, An
         "file": str(path),
         "rows": report.rows,
         "reused": report.reused,
+        "replaced": report.replaced,
         "tokens": report.tokens,
         "seconds": round(report.seconds, 2),
         "tokens_per_s": round(report.tokens_per_s, 1),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from specheads import build
-from specheads.checkpoints.io import read_json, read_tensors
+from specheads.checkpoints import load_draft, read_files
 from specheads.config.load import load_recipe, recipe_of
 from specheads.config.schema import Recipe
 from specheads.data.conversations import Skipped, read_prompts, read_rows
@@ -51,7 +51,7 @@ def inspect(what: str, overrides: Sequence[str], *, row: str | None, dry_run: bo
         raise InputError(f"inspect --dry-run: got {what}, expected a recipe (.yaml); give one of those in recipes/")
     if name.endswith((".jsonl", ".jsonl.gz")):
         return inspect_data(Path(what), row, overrides, screen)
-    return inspect_checkpoint(what, screen)
+    return inspect_checkpoint(what, overrides, screen)
 
 
 def show(facts: dict[str, Any], screen: Screen, title: str) -> dict[str, Any]:
@@ -162,21 +162,18 @@ def dry(recipe: Recipe, screen: Screen) -> dict[str, Any]:
     return {"steps": summary["steps"], "exports": sorted(summary["exports"]), "decoded_tokens": len(answer.tokens)}
 
 
-def inspect_checkpoint(source: str, screen: Screen) -> dict[str, Any]:
-    """Facts of a checkpoint in any dialect.
+def inspect_checkpoint(source: str, overrides: Sequence[str], screen: Screen) -> dict[str, Any]:
+    """Facts of a checkpoint in any dialect. ``overrides``: ``target.name=`` where they depend on the target.
 
     Raises:
-        InputError: no checkpoint there, or a damaged one.
+        InputError: no checkpoint there, a damaged one, or one that does not tell enough of its target.
     """
-    from specheads.checkpoints import load_draft
-
     folder = build.checkpoint_folder(source)
-    head = load_draft(folder)
-    config = read_json(folder / "config.json")
+    config, tensors, *_ = read_files(folder)
+    target = build.build_target(build.recipe_beside(folder, overrides).target).config if overrides else None
+    head = load_draft(folder, target)
     files = sorted(path for path in folder.iterdir() if path.is_file())
-    weights = [path for path in files if path.suffix in (".safetensors", ".pt", ".bin")]
-    tensors = {name: tuple(tensor.shape) for path in weights for name, tensor in read_tensors(path).items()}
-    run = (config.get("provenance") or {}).get("run") or {}
+    run = build.provenance(folder)
     facts = {
         "folder": str(folder),
         "format": config.get("format", "foreign"),
@@ -185,7 +182,7 @@ def inspect_checkpoint(source: str, screen: Screen) -> dict[str, Any]:
         "feature_layers": list(head.feature_spec.layer_ids),
         "parameters": sum(parameter.numel() for parameter in head.parameters()),
         "files_mb": {path.name: path.stat().st_size / 1e6 for path in files},
-        "tensors": {name: "x".join(map(str, shape)) for name, shape in tensors.items()},
+        "tensors": {name: "x".join(map(str, tensor.shape)) for name, tensor in tensors.items()},
         "command": " ".join(run.get("command", [])) or "not recorded",
         "git": run.get("git") or "not recorded",
     }

@@ -1,4 +1,4 @@
-"""From nothing to a measured speed-up: target → answers → features → training → export → measured report.
+"""From nothing to a measured speed-up: target → answers → features → training → measured report → export.
 
 Every stage is done once (see ``stages``); a second run reuses what stands and continues what was interrupted. How much
 text and how many prompts are used follows from a few seconds of measuring, so that the whole stays within a quarter of
@@ -7,7 +7,6 @@ an hour on two cores at the default six minutes of training.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from specheads.jobs import evaluate as evaluation
 from specheads.jobs.data import answers_file, spread, write_answers
 from specheads.jobs.inspect import forward_rate
 from specheads.jobs.screen import Screen
-from specheads.jobs.stages import Stages, file_digest
+from specheads.jobs.stages import Stages, clear, file_digest, fingerprint
 from specheads.jobs.train import described, export, keep, prepare, run_trainer
 from specheads.target.adapter import Target
 from specheads.utils import InputError
@@ -95,8 +94,6 @@ class Quickstart:
             "dtype": dtype_name(target.dtype),
         }
 
-    # --- stages -----------------------------------------------------------------------------------------------------
-
     def prompts(self) -> dict[str, int]:
         """Prompts by category."""
         prompts, skipped = read_prompts(self.recipe.data.prompts)
@@ -106,9 +103,14 @@ class Quickstart:
         return counts
 
     def pace(self) -> dict[str, Any]:
-        """How much text and how long answers fit this machine: a forward and a short plain generation, timed."""
+        """How much text fits this machine: a forward, timed."""
         with self.screen.stage("pace"):
             forward = forward_rate(self.target)
+        return {"forward_tokens_per_s": round(forward, 1), "max_tokens": int(forward * FEATURE_SECONDS)}
+
+    def length(self) -> dict[str, Any]:
+        """How long measured answers may be on this machine: a short plain generation, timed."""
+        with self.screen.stage("answer length"):
             prompt = list(range(5, 25)) if self.target.config.vocab_size > 25 else [0, 1, 2]
             runs = [self.target.generate([prompt], max_new_tokens=8, eos_ids=()) for _ in range(4)]
             slow = max(len(run.tokens[0]) / run.seconds for run in runs)
@@ -116,16 +118,22 @@ class Quickstart:
         # the plain loop takes about 0.7 and each draft about 0.5 of the time of HF generate
         longest = EVALUATION_SECONDS * slow / (prompts * (1 + 0.7 + 0.5 * (SYSTEMS - 2)))
         return {
-            "forward_tokens_per_s": round(forward, 1),
             "hf_tokens_per_s": round(slow, 1),
-            "max_tokens": int(forward * FEATURE_SECONDS),
             "answer_tokens": max(16, min(self.recipe.evaluation.max_new_tokens, int(longest) // 8 * 8)),
         }
 
     def answers(self) -> dict[str, Any]:
-        """The target answers prompts: a few beside a shipped set, else as many as fit the time share."""
-        prompts, _ = read_prompts(self.recipe.data.prompts)
-        wanted = self.recipe.data.live_rows
+        """The target answers prompts: a few beside a shipped set, else as many as fit the time share.
+
+        Raises:
+            InputError: none are to be answered, and no file of answers is given.
+        """
+        section, wanted = self.recipe.data, self.recipe.data.live_rows
+        if wanted == 0:
+            if section.answers is None:
+                raise InputError("data.live_rows: got 0 without data.answers; give such a file, or set 1 or more")
+            return {"rows": 0, "tokens": 0, "file": None}
+        prompts, _ = read_prompts(section.prompts)
         chosen = prompts if wanted is None else spread(prompts, wanted)
         path = answers_file(self.recipe)
         seconds = ANSWER_SECONDS if wanted is None else None
@@ -152,11 +160,11 @@ class Quickstart:
         self.screen.line(f"  {result.steps} steps, {result.tokens:,} tokens; best at step {result.best_step}{tau}")
         return {**described(result), "data": rows.report}
 
-    def export(self) -> dict[str, str]:
-        """The checkpoint in the dialect of its head."""
+    def export(self, numbers: dict[str, Any]) -> dict[str, str]:
+        """The checkpoint in the dialect of its head, what was measured on its card."""
         head = load_draft(self.folder / build.CHECKPOINT, self.target.config)
         return {
-            name: str(export(head, self.target, name, self.folder / "export" / name, self.screen))
+            name: str(export(head, self.target, name, self.folder / "export" / name, self.screen, numbers=numbers))
             for name in self.recipe.export.formats
         }
 
@@ -184,13 +192,12 @@ def run(recipe: Recipe, screen: Screen, *, fresh: bool = False) -> dict[str, Any
     """The whole quickstart; JSON-able report.
 
     Raises:
-        InputError: a target that cannot be served, a full disk, or tokens that are not the target's own.
+        InputError: an unusable target, a full disk, ``fresh`` over other files, or tokens not the target's own.
     """
     start = time.perf_counter()
     folder = Path(recipe.output_dir)
     if fresh:
-        for name in MADE:
-            shutil.rmtree(folder / name, ignore_errors=True)
+        clear(folder, MADE)
     with screen.stage("target"):
         target = build.build_target(recipe.target)
     screen.line(f"  {target.describe()}")
@@ -198,21 +205,28 @@ def run(recipe: Recipe, screen: Screen, *, fresh: bool = False) -> dict[str, Any
     work = Quickstart(recipe, screen, target, Stages(folder, screen))
     identity = work.identity()
     work.prompts()
-    pace = work.stages.run("pace", {**identity, "evaluation": recipe.resolved()["evaluation"]}, work.pace)
-    data = recipe.resolved()["data"]
-    prompts = {"prompts": _digest(recipe.data.prompts)}
-    work.stages.run("answers", {**identity, **prompts, "data": data}, work.answers, [answers_file(recipe)])
+    pace = work.stages.run("pace", identity, work.pace)
+    pace |= work.stages.run("length", {**identity, "evaluation": recipe.resolved()["evaluation"]}, work.length)
     paced = _paced(recipe, pace)
+    screen.line(
+        f"  a forward reads {pace['forward_tokens_per_s']:,.0f} tokens/s: at most {paced.data.max_tokens:,} tokens of "
+        f"text; measured answers of at most {paced.evaluation.max_new_tokens} tokens"
+    )
+    asked = {"prompts": _digest(recipe.data.prompts), "data": recipe.resolved()["data"]}
+    written = [answers_file(recipe)] if recipe.data.live_rows != 0 else []
+    work.stages.run("answers", {**identity, **asked}, work.answers, written)
     values = paced.resolved()
     inputs = {**identity, "answers": file_digest(answers_file(recipe)), "max_tokens": pace["max_tokens"]}
     inputs |= {name: values[name] for name in ("head", "training", "data", "seed")}
     checkpoint = folder / build.CHECKPOINT
-    trained = work.stages.run("train", inputs, lambda: work.train(paced, _name(inputs)), [checkpoint / "config.json"])
+    name, kept = fingerprint(inputs), [checkpoint / "config.json"]
+    trained = work.stages.run("train", inputs, lambda: work.train(paced, name), kept)
     weights = {**identity, "checkpoint": file_digest(checkpoint / "model.safetensors")}
-    exports = [folder / "export" / name for name in recipe.export.formats]
-    work.stages.run("export", {**weights, "formats": list(recipe.export.formats)}, work.export, exports)
     settings = {**weights, "evaluation": values["evaluation"], "decoding": values["decoding"]}
     measured = work.stages.run("evaluate", settings, lambda: work.measure(paced))
+    card = {**weights, "formats": list(recipe.export.formats), "measured": fingerprint(measured["overall"])}
+    exports = [folder / "export" / name for name in recipe.export.formats]
+    work.stages.run("export", card, lambda: work.export(measured["overall"]), exports)
     exact = work.stages.run("fp32", settings, lambda: work.exactness(paced))
     return finish(work, paced, trained, measured, exact, time.perf_counter() - start)
 
@@ -229,12 +243,6 @@ def _with_layers(recipe: Recipe, target: Target) -> Recipe:
 
 def _digest(source: str) -> str:
     return source if source.startswith("builtin") else file_digest(source)
-
-
-def _name(inputs: dict[str, Any]) -> str:
-    from specheads.jobs.stages import fingerprint
-
-    return fingerprint(inputs)
 
 
 def _paced(recipe: Recipe, pace: dict[str, Any]) -> Recipe:
@@ -273,12 +281,10 @@ def finish(
     extra = {"training": trained, "fp32": exact, "stages": stages}
     paths = evaluation.write(report, folder, extra)
     screen.draw(lambda console: print_report(report, console))
-    least = min(exact["identical"].values())
+    least, count = min(exact["identical"].values()), exact["prompts"]
+    screen.line(f"In fp32, {least:.0%} of {count} prompts have exactly the target's own tokens, by every path.")
     screen.line(
-        f"In fp32, {least:.0%} of {exact['prompts']} prompts have exactly the target's own tokens, by every path."
-    )
-    screen.line(
-        f"Fastest here: {fastest}, now the default of this checkpoint. This run took {seconds / 60:.1f} minutes."
+        f"Fastest here: {fastest}, now the default of this checkpoint ({seconds / 60:.1f} minutes in this run)."
     )
     screen.line("Written: " + ", ".join(str(path) for path in paths.values()))
     kind, minutes = recipe.head.type, recipe.training.minutes or 6

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.jobs.screen import Screen
-from specheads.utils import write_json
+from specheads.utils import InputError, write_json
 
 
 def fingerprint(value: Any) -> str:
@@ -29,6 +30,23 @@ def file_digest(path: str | Path) -> str:
     """A short digest of a file's bytes, ``absent`` without one."""
     path = Path(path)
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else "absent"
+
+
+def clear(folder: Path, names: Sequence[str]) -> None:
+    """Remove what earlier runs left in ``folder`` under ``names``.
+
+    Raises:
+        InputError: something is there, but nothing says that a run of ours made it.
+    """
+    there = [name for name in names if (folder / name).exists()]
+    ours = (folder / "run.json").is_file() or any((folder / "stages").glob("*.json"))
+    if there and not ours:
+        raise InputError(
+            f"--fresh: {folder} holds {there[0]}, but neither run.json nor stages/*.json, so no quickstart made it; "
+            "choose another folder with --output, or remove it yourself"
+        )
+    for name in there:
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 class Stages:

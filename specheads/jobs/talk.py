@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from specheads.build import Loaded, build_decoders, build_plain
-from specheads.data.tokenize import prompt_ids
+from specheads.data.tokenize import SkipRow, prompt_ids
 from specheads.jobs.screen import Screen
 from specheads.types import SamplingParams
 from specheads.utils import InputError
@@ -57,9 +57,12 @@ class Talker:
         """The conversation as the target reads it.
 
         Raises:
-            InputError: it leaves no room for an answer.
+            InputError: it leaves no room for an answer, or the chat template refuses it.
         """
-        found = prompt_ids(self.loaded.target.tokenizer, messages)
+        try:
+            found = prompt_ids(self.loaded.target.tokenizer, messages)
+        except SkipRow as reason:
+            raise InputError(f"conversation: {reason}; ask in other words or start a new one (/new)") from reason
         limit = self.loaded.target.config.context_limit
         if len(found) >= limit:
             raise InputError(f"conversation: {len(found)} tokens, the target takes {limit - 1}; start a new one (/new)")

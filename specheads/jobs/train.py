@@ -18,12 +18,12 @@ from specheads.checkpoints import load_draft, save_native
 from specheads.config.schema import Recipe
 from specheads.data.collate import collate
 from specheads.data.dataset import RowSource, every_row_once
-from specheads.hardware import DTYPES
+from specheads.hardware import DTYPES, dtype_name
 from specheads.heads.base import Head
 from specheads.jobs.data import Rows, features, gather_rows
 from specheads.jobs.screen import Progress, Screen
 from specheads.target.adapter import Target
-from specheads.training.launch import make_accelerator
+from specheads.training.launch import make_accelerator, share_dtype_probe
 from specheads.training.settings import TrainCallbacks, TrainResult
 from specheads.tree.static import best_tree
 from specheads.utils import InputError
@@ -69,6 +69,7 @@ def train(recipe: Recipe, screen: Screen) -> dict[str, Any]:
         InputError: anything wrong with the recipe, its files, or the launch.
     """
     accelerator = make_accelerator()
+    share_dtype_probe(accelerator)
     folder = Path(recipe.output_dir)
     with screen.stage("target"):
         target = build.build_target(recipe.target)
@@ -79,9 +80,10 @@ def train(recipe: Recipe, screen: Screen) -> dict[str, Any]:
     if accelerator.is_main_process:
         best = keep(recipe, target, result.best, sources[1], folder / build.CHECKPOINT)
         build.write_record(folder, recipe, target)
+        run = build.provenance(folder / build.CHECKPOINT)
         screen.line(f"checkpoint: {folder / build.CHECKPOINT} (best of the run, step {result.best_step})")
         summary["exports"] = {
-            name: str(export(best, target, name, folder / "export" / name, screen, recipe.export.dtype))
+            name: str(export(best, target, name, folder / "export" / name, screen, recipe.export.dtype, run=run))
             for name in recipe.export.formats
         }
     accelerator.wait_for_everyone()
@@ -140,6 +142,8 @@ def run_trainer(
     """
     trained = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
     screen.line(f"head: {recipe.head.type}, {trained:,} trained parameters, features of layers {_layers(head)}")
+    choice = build.training_dtype(recipe.training, accelerator.device, folder)
+    screen.line(f"  trained in {dtype_name(choice.dtype)}: {choice.reason}")
     with screen.stage("training") as progress:
         trainer = build.build_trainer(recipe, target, head, *sources, accelerator, folder, Shown(progress))
         return trainer.run()
@@ -161,7 +165,7 @@ def keep(recipe: Recipe, target: Target, best: Path, heldout: RowSource, goal: P
     """The best training checkpoint as the run's checkpoint at ``goal`` (whole or not at all), its tree chosen."""
     head = load_draft(best, target.config)
     choose_tree(head, target, heldout, recipe.decoding.tree_nodes)
-    save_native(goal, head, target.config, {"run": build.record(recipe, target)})
+    save_native(goal, head, target.config, {"run": {**build.record(recipe, target), **build.trained_in(best)}})
     return head
 
 
@@ -186,14 +190,24 @@ def choose_tree(head: Head, target: Target, heldout: RowSource, nodes: int) -> N
 
 
 def export(
-    head: Head, target: Target, format: str, out: Path, screen: Screen, dtype: str = "bf16", numbers: Any = None
+    head: Head,
+    target: Target,
+    format: str,
+    out: Path,
+    screen: Screen,
+    dtype: str = "bf16",
+    numbers: Any = None,
+    run: dict[str, Any] | None = None,
 ) -> Path:
     """Write a head in a dialect and read it back. ``numbers``: measured results for the model card.
+
+    ``run``: the record of the run that made the head (``build.provenance``), kept in the export.
 
     Raises:
         InputError: a dialect that is not known or cannot hold this head, or the disk is full.
     """
-    write_export(head, target.config, target.parts, format, out, dtype=DTYPES[dtype], numbers=numbers)
+    extra = {"run": run} if run else None
+    write_export(head, target.config, target.parts, format, out, dtype=DTYPES[dtype], numbers=numbers, extra=extra)
     load_draft(out, target.config)
     screen.line(f"export: {format}, {dtype}, in {out} (read back)")
     return out

@@ -50,13 +50,12 @@ def load_target(
         pack: reorder weights for the CPU's kernels (twice the memory; only small models, only CPU).
 
     Raises:
-        InputError: unknown id or no network, folder without configuration or weights, broken weights, an architecture
-            that is unknown or cannot be served under a tree mask.
+        InputError: a device that is not there, unknown id or no network, folder without configuration or weights,
+            broken weights, an architecture that is unknown or cannot be served under a tree mask.
     """
     if lean not in ("auto", "off"):
         raise InputError(f"lean: got {lean!r}, expected auto or off; choose one of these")
-    if str(device) == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device(device)
     chosen, reason = dtype, "as asked"
     if isinstance(chosen, str):
         choice = choose_dtype(chosen, device)
@@ -106,6 +105,22 @@ def wrap_model(
         return stock
     fast.note = f"equal to the stock forward to {gap:.1g}"
     return fast
+
+
+def _device(device: str | torch.device) -> torch.device:
+    """The device by its name, tried once."""
+    name = str(device)
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
+        why = next(iter(str(error).splitlines()), type(error).__name__).split(". ")[0][:120]
+        raise InputError(
+            f"target.device: got {name!r}, which cannot be used here ({why}); expected auto, cpu, or a GPU of this "
+            "machine such as cuda:0; leave it at auto to take what is there"
+        ) from error
+    return torch.device(name)
 
 
 def _place(name: str) -> str:
@@ -171,7 +186,7 @@ def _load_error(name: str, place: str, error: Exception) -> InputError:
     if isinstance(error, BROKEN_FILE) or "safetensor" in text or "pytorchstreamreader" in text:
         return InputError(f"target: the weights of {name} are broken ({first}); download or copy them again")
     if "trust_remote_code" in text:
-        return InputError(f"target: {name} brings its own code; pass trust_remote_code=true if you trust it")
+        return InputError(f"target: {name} brings its own code; set target.trust_remote_code=true if you trust it")
     if "model type" in text or "unrecognized" in text or "model_type" in text:
         return InputError(f"target: {name} has an unknown architecture ({first}); use one that transformers knows")
     if not Path(place).is_dir():

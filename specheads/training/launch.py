@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import ProjectConfiguration, broadcast_object_list
 
+from specheads.hardware import adopt_dtype, choose_dtype
 from specheads.utils import InputError
 
 TWO_PROCESSES = "accelerate launch --config_file configs/accelerate/cpu-2.yaml -m specheads train RECIPE"
@@ -56,6 +57,19 @@ def make_accelerator(
     if on_cpu and accelerator.num_processes > 1:
         atexit.register(leave_group)
     return accelerator
+
+
+def share_dtype_probe(accelerator: Accelerator) -> None:
+    """Let ``dtype: auto`` mean on every process what the main one measures: timings of their own may differ.
+
+    A collective. The others wait, so the main process measures undisturbed.
+    """
+    if accelerator.num_processes == 1:
+        return
+    choices = [choose_dtype("auto", accelerator.device) if accelerator.is_main_process else None]
+    broadcast_object_list(choices)
+    if choices[0] is not None:
+        adopt_dtype(choices[0], accelerator.device)
 
 
 def leave_group() -> None:

@@ -17,7 +17,7 @@ from specheads.jobs.screen import NoScreen, Progress
 from specheads.utils import InputError
 from tests.fakes import byte_tokenizer, save_tiny_folder
 
-STAGES = ["pace", "answers", "train", "export", "evaluate", "fp32"]
+STAGES = ["pace", "length", "answers", "train", "evaluate", "export", "fp32"]
 
 
 class Lines(NoScreen):
@@ -80,6 +80,8 @@ def test_everything_is_made_once(target: Path, tmp_path: Path, head: str) -> Non
         assert (tmp_path / name).stat().st_size > 0
     assert json.loads((tmp_path / "report.json").read_text())["training"]["steps"] == 4
     assert build.load_checkpoint(tmp_path / "export" / head, [f"target.name={target}"]).head.name == head
+    card = (tmp_path / "export" / head / "README.md").read_text()
+    assert f"| tau | {first['overall']['tau']:.4g} |" in card
     # the drafter that measured fastest is what the checkpoint uses from now on
     fastest = max(first["by_drafter"], key=lambda name: first["by_drafter"][name]["tokens_per_s"])
     assert build.load_checkpoint(tmp_path).recipe.decoding.drafter == fastest
@@ -97,9 +99,29 @@ def test_what_changed_runs_again_and_nothing_before_it(target: Path, tmp_path: P
     quickstart.run(recipe(target, tmp_path), NoScreen())
     longer = quickstart.run(recipe(target, tmp_path, "eagle3", "training.max_steps=6"), NoScreen())
     assert longer["training"]["steps"] == 6
-    assert longer["stages"]["reused"] == ["pace", "answers"]
+    assert longer["stages"]["reused"] == ["pace", "length", "answers"]
+    screen = Lines()
+    measured = quickstart.run(
+        recipe(target, tmp_path, "eagle3", "training.max_steps=6", "evaluation.repeats=1"), screen
+    )
+    assert measured["stages"]["ran"] == ["length", "evaluate", "export", "fp32"]  # the head is not trained again
+    line = next(line for line in screen.lines if "a forward reads" in line)
+    assert "tokens of text; measured answers of at most 16 tokens" in line
     fresh = quickstart.run(recipe(target, tmp_path), NoScreen(), fresh=True)
     assert fresh["stages"]["ran"] == STAGES
+
+
+def test_no_live_rows_beside_a_file_of_answers(target: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"data\.live_rows: got 0 without data\.answers"):
+        quickstart.run(recipe(target, tmp_path / "none", "eagle3", "data.live_rows=0"), NoScreen())
+    file = tmp_path / "answers.jsonl"
+    turns = [
+        [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{i} it is"}] for i in range(6)
+    ]
+    file.write_text("".join(json.dumps({"id": str(i), "messages": one}) + "\n" for i, one in enumerate(turns)))
+    plan = recipe(target, tmp_path / "run", "eagle3", "data.live_rows=0", f"data.answers={file}")
+    assert quickstart.run(plan, NoScreen())["training"]["steps"] == 4
+    assert quickstart.run(plan, NoScreen())["stages"]["reused"] == STAGES
 
 
 @pytest.mark.parametrize("stage", ["answers", "training"])

@@ -221,6 +221,36 @@ def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
+def test_a_replacement_that_fails_half_way_puts_the_old_folder_back(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, rename = (saved / "model.safetensors").read_bytes(), Path.replace
+
+    def fails(path: Path, goal: Path) -> Path:
+        if path.suffix == ".part" and path.is_dir():
+            raise OSError(5, "Input/output error")
+        return rename(path, goal)
+
+    monkeypatch.setattr(Path, "replace", fails)
+    with pytest.raises(InputError, match="Input/output error"):
+        save_native(saved, TinyHead(), TARGET)
+    assert (saved / "model.safetensors").read_bytes() == before
+    assert [path.name for path in saved.parent.iterdir()] == ["draft"]
+
+
+def test_a_kill_between_the_renames_loses_nothing(saved: Path) -> None:
+    head = load_draft(saved)
+    aside = saved.with_name(".draft.abc.old")
+    saved.replace(aside)
+    assert equal(head, load_draft(saved))
+    assert not aside.exists()
+    saved.replace(aside)
+    with pytest.raises(RuntimeError), temporary_folder(saved):  # neither does a new write that fails
+        raise RuntimeError
+    assert resolve_folder(saved) == saved
+    assert equal(head, load_draft(saved))
+
+
 def test_export_of_an_unknown_or_unfit_format(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="format 'gguf' is not known, expected one of native, medusa, eagle3"):
         export(TinyHead(), TARGET, frozen_parts(), "gguf", tmp_path / "x")

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,6 +149,40 @@ def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
         progress(1, 2)
     console.table(["a"], [[1]])
     assert stream.getvalue() == ""
+
+
+def test_a_chat_goes_on_after_a_message_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    class Picky:
+        def __init__(self, loaded: Any) -> None:
+            self.loaded = loaded
+
+        def answer(self, messages: list[dict[str, str]], show: bool, screen: Any) -> Any:
+            asked.append([message["content"] for message in messages])
+            if messages[-1]["content"] == "long":
+                raise InputError("conversation: too long")
+            return SimpleNamespace(text="yes")
+
+    loaded = SimpleNamespace(target=SimpleNamespace(describe=lambda: "a target"))
+    monkeypatch.setattr("specheads.build.load_checkpoint", lambda *_: loaded)
+    monkeypatch.setattr("specheads.jobs.talk.Talker", Picky)
+    result = CliRunner().invoke(cli.app, ["chat", "somewhere"], input="one\nlong\ntwo\n")
+    assert result.exit_code == 0, result.output
+    assert "conversation: too long" in result.output
+    assert asked == [["one"], ["one", "yes", "long"], ["one", "yes", "two"]]
+
+
+def test_a_conversation_that_cannot_be_asked_is_wrong_input() -> None:
+    from specheads.jobs.talk import Talker
+    from tests.fakes import tiny_target
+
+    target = tiny_target(bytes_tokenizer=True)
+    target.tokenizer.chat_template = "{{ raise_exception('no') }}"
+    talker = Talker.__new__(Talker)
+    talker.loaded = SimpleNamespace(target=target)  # type: ignore[assignment]
+    with pytest.raises(InputError, match="conversation: refused by the chat template"):
+        talker.ids([{"role": "user", "content": "hi"}])
 
 
 def test_numbers_are_short() -> None:

@@ -98,6 +98,12 @@ def test_a_key_of_another_section_is_found(recipe_file: Path) -> None:
     assert "head.num_blocks of type medusa" in error_of(recipe_file, "head.num_blocks=3")
 
 
+@pytest.mark.parametrize("head", list(HEAD_SECTIONS))
+def test_a_head_may_be_exported_natively_and_in_its_own_dialect(recipe_file: Path, head: str) -> None:
+    recipe = load_recipe(recipe_file, [f"head.type={head}", f"export.formats=[native, {head}]"])
+    assert recipe.export.formats == ("native", head)
+
+
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
@@ -109,6 +115,10 @@ def test_a_key_of_another_section_is_found(recipe_file: Path) -> None:
         ("training=3", ("training", "3", "keys below it")),
         ("decoding.lookup_min_match=99", ("decoding", "lookup_min_match 99")),
         ("data.temperatures=[]", ("data.temperatures", "at least 1")),
+        (
+            "export.formats=[native, medusa]",
+            ("export", "formats native or eagle3 for a head of type eagle3, not medusa"),
+        ),
         ("training", ("override", "section.key=value")),
         ("=3", ("override", "section.key=value")),
         ("target.name.x=1", ("below name",)),

@@ -116,6 +116,11 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 50)[:-12])
     with pytest.raises(InputError, match="could not be read"):
         read_rows(tmp_path / "cut.jsonl.gz")
+    packed = gzip.compress(json.dumps({"prompt": "abcdefgh" * 9}).encode())
+    for place, content in (("plain", b'{"prompt": "a"}'), ("body", packed[:10] + b"\xff" * 9 + packed[19:])):
+        (tmp_path / f"{place}.jsonl.gz").write_bytes(content)
+        with pytest.raises(InputError, match=rf"{place}.jsonl.gz: could not be read"):
+            read_rows(tmp_path / f"{place}.jsonl.gz")
 
 
 def test_ids_without_an_id_do_not_move(tmp_path: Path) -> None:
@@ -129,6 +134,50 @@ def test_gzip_rows_with_exact_ids_come_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(row).encode()))
     assert read_rows(path) == ([row], Skipped())
+
+
+EXACT: dict[str, Any] = {"id": "a", "prompt_ids": [1], "output_ids": [2], "messages": turns("UA")}
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"messages": None, "prompt_ids": None}, "has 'output_ids' but neither 'prompt_ids' nor 'messages'"),
+        ({"output_ids": None}, "'output_ids' is null, expected a list of token ids"),
+        ({"output_ids": "2"}, "'output_ids' is \"2\""),
+        ({"output_ids": [2, "3"]}, "'output_ids' is [2, \"3\"]"),
+        ({"prompt_ids": [1.0]}, "'prompt_ids' is [1.0]"),
+        ({"prompt_ids": [], "messages": turns("U")}, "the turns do not end with an answer"),
+        ({"messages": "hi"}, "'messages' is str"),
+        ({"messages": [3]}, "a turn is 3"),
+        ({"provenance": "me"}, "'provenance' is str, expected an object"),
+        ({}, "id 'a' is also the id of"),
+    ],
+)
+def test_bad_answered_rows_name_the_line(tmp_path: Path, change: dict[str, Any], what: str) -> None:
+    path = write(tmp_path / "r.jsonl", EXACT, {**EXACT, **change})
+    with pytest.raises(InputError) as error:
+        read_rows(path)
+    assert str(error.value).startswith(f"{path}:2: {what}")
+    assert "\n" not in str(error.value)
+
+
+def test_exact_rows_must_say_what_was_asked(tmp_path: Path) -> None:
+    bare = {"id": "a", "output_ids": [2]}
+    with pytest.raises(InputError, match=r"r\.jsonl:1: has 'output_ids' but neither"):
+        read_rows(write(tmp_path / "r.jsonl", bare))
+    for row in ({**bare, "prompt_ids": [1]}, {**bare, "messages": turns("UA")}):
+        assert read_rows(write(tmp_path / "r.jsonl", row)) == ([row], Skipped())
+
+
+def test_rows_without_an_id_stay_apart(tmp_path: Path) -> None:
+    first, second = ({"id": None, "prompt_ids": [1], "output_ids": [ids]} for ids in (2, 3))
+    chats = [{"messages": [*turns("U"), {"role": "assistant", "content": text}]} for text in ("x", "y")]
+    rows, skipped = read_rows(write(tmp_path / "r.jsonl", first, second, first, *chats))
+    assert len({row["id"] for row in rows}) == len(rows) == 4
+    assert skipped == {"repeated row": 1}
+    again, _ = read_rows(write(tmp_path / "s.jsonl", second))
+    assert again[0]["id"] == rows[1]["id"]
 
 
 def test_builtin_prompts_are_whole_and_apart() -> None:

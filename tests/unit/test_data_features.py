@@ -15,14 +15,7 @@ from hypothesis import strategies as st
 
 from specheads.data import feature_cache
 from specheads.data.collate import collate
-from specheads.data.dataset import (
-    BatchPlan,
-    FeatureDataset,
-    OnlineFeatureDataset,
-    every_row_once,
-    is_held_out,
-    split_rows,
-)
+from specheads.data.dataset import BatchPlan, FeatureDataset, OnlineFeatureDataset, every_row_once
 from specheads.data.feature_cache import SHARD_ROWS, FeatureCache, FeatureRow
 from specheads.data.features import compute_features, estimate_bytes, in_batches, row_features
 from specheads.data.tokenize import Encoded
@@ -261,20 +254,6 @@ def test_cached_and_online_rows_are_one_interface(target: Target, tmp_path: Path
         assert torch.equal(left.target_argmax, right.target_argmax)
         assert torch.equal(left.input_ids, right.input_ids)
     assert same(cached[1], cached.cache.row(0))
-
-
-def test_split_by_prompt_is_for_good() -> None:
-    rows = some_rows(400)
-    train, held = split_rows(rows, 0.1)
-    assert not {row.prompt_id for row in train} & {row.prompt_id for row in held}
-    assert len(train) + len(held) == 400
-    assert 15 <= len(held) <= 70
-    assert [row for row in split_rows(rows[:200], 0.1)[1] if row not in held] == []  # fewer rows move nobody
-    assert not any(is_held_out(f"p{at}", 0.0) for at in range(50))
-    assert all(is_held_out(f"p{at}", 1.0) for at in range(50))
-    for share, few in ((0.0, rows), (1.0, rows), (0.5, rows[:1])):
-        with pytest.raises(InputError, match="held_out"):
-            split_rows(few, share)
 
 
 @settings(max_examples=150, deadline=None)

@@ -242,6 +242,66 @@ def test_finished_file_is_reused_without_a_forward(target: Target, finished: byt
     assert (tmp_path / "a.jsonl").stat().st_mtime_ns == stamp.st_mtime_ns
 
 
+@pytest.mark.parametrize(
+    "change", [{"temperatures": (0.5,)}, {"top_p": 0.9}, {"seed": 1}, {"max_new_tokens": NEW + 1}, {"prompts": "other"}]
+)
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_rows_of_other_settings_are_answered_again(
+    target: Target, tmp_path: Path, change: dict[str, Any], with_ids: bool
+) -> None:
+    path, prompts = tmp_path / "a.jsonl", some_prompts(3)
+    options: dict[str, Any] = {"max_new_tokens": NEW, "temperatures": (0.0,)}
+    distill(target, some_prompts(4), path, **options)  # one row more than is asked for later: it stays
+    if not with_ids:
+        rows = [{**json.loads(line), "prompt_ids": None} for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert distill(target, prompts, path, **options).reused == 3
+    if "prompts" in change:
+        prompts[1] = Prompt("p1", "chat", ({"role": "user", "content": "z z"},))
+        stale = 1
+    else:
+        options |= change
+        stale = 3
+    report = distill(target, prompts, path, **options)
+    assert (report.rows, report.replaced, report.reused) == (stale, stale, 3 - stale)
+    assert sorted(rows_of(path.read_bytes())) == ["p0", "p1", "p2", "p3"]
+    again = distill(target, prompts, path, **options)
+    assert (again.rows, again.replaced, again.reused) == (0, 0, 3)
+
+
+def test_answers_never_share_a_name(target: Target, tmp_path: Path) -> None:
+    first, second = some_prompts(2)
+    prompts = [first, Prompt("p0#1", "chat", second.messages)]
+    assert distill(target, prompts, tmp_path / "a.jsonl", max_new_tokens=2).rows == 2
+    with pytest.raises(InputError, match="two answers would be named 'p0#1'"):
+        distill(target, prompts, tmp_path / "b.jsonl", max_new_tokens=2, answers_per_prompt=2)
+
+
+def test_an_old_row_stands_until_the_new_one_is_written(target: Target, finished: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(finished)
+
+    def kill(done: int, _total: int, _tokens: int) -> None:
+        if done == 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        whole(target, path, seed=1, progress=kill)
+    seeds = Counter(json.loads(row)["provenance"]["seed"] for row in rows_of(path.read_bytes()).values())
+    assert seeds == {0: 13, 1: 5}
+    path.write_bytes(finished + path.read_bytes())  # a kill so hard that the old lines could not be taken out
+    whole(target, path, seed=1)
+    whole(target, tmp_path / "fresh.jsonl", seed=1)
+    assert rows_of(path.read_bytes()) == rows_of((tmp_path / "fresh.jsonl").read_bytes())
+
+
+def test_rows_name_the_revision_where_there_is_one(target: Target, tmp_path: Path) -> None:
+    for commit in (None, "abc123"):
+        path = tmp_path / f"{commit}.jsonl"
+        distill(target, some_prompts(1), path, max_new_tokens=2, revision=commit)
+        assert json.loads(path.read_text())["provenance"].get("revision") == commit
+
+
 def test_a_torn_emoji_is_a_torn_line(tmp_path: Path) -> None:
     row = {"id": "a", "output_ids": [1], "provenance": {}, "messages": "é"}
     line = json.dumps(row, ensure_ascii=False).encode()

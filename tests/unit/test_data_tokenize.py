@@ -157,6 +157,9 @@ def test_template_errors_are_counted_by_row() -> None:
     assert report.skipped == {"refused by the chat template: roles must alternate": 1}
     with pytest.raises(SkipRow, match="alternate"):
         prompt_ids(tokenizer, CHAT[1:])
+    tokenizer.chat_template = STRICT.replace("alternate", "alternate\\nalways")
+    with pytest.raises(InputError, match=r"^refused by the chat template: roles must alternate$"):
+        prompt_ids(tokenizer, CHAT[1:])  # a caller that lets it escape ends with one line
 
 
 def test_exact_ids_win_and_only_they_are_supervised() -> None:

@@ -12,6 +12,7 @@ from specheads.config.load import recipe_of
 from specheads.config.schema import Recipe
 from specheads.data.tokenize import Encoded
 from specheads.jobs.data import answers_file, features, gather_rows, hold_out, limit, spread
+from specheads.jobs.generate import generate
 from specheads.jobs.screen import NoScreen
 from specheads.target.adapter import Target
 from specheads.utils import InputError
@@ -52,6 +53,22 @@ def test_the_target_answers_everything_once(tmp_path: Path, target: Target) -> N
     assert [row.input_ids for row in again.train] == [row.input_ids for row in rows.train]
 
 
+def test_answers_carry_the_revision_of_the_recipe(tmp_path: Path, target: Target) -> None:
+    plan = recipe(tmp_path, "target.revision=v1")
+    gather_rows(plan, target, NoScreen())
+    rows = map(json.loads, answers_file(plan).read_text().splitlines())
+    assert {row["provenance"]["revision"] for row in rows} == {"v1"}
+
+
+def test_generate_answers_the_chosen_prompts(tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specheads.jobs.generate.build_target", lambda section: target)
+    for wanted, rows in (("data.live_rows=2", 2), ("data.answers=builtin", 6)):  # asked by name, it always writes
+        output = tmp_path / f"{rows}.jsonl"
+        told = generate(recipe(tmp_path, wanted), str(output), NoScreen())
+        assert (told["rows"], told["reused"], told["replaced"]) == (rows, 0, 0)
+        assert len(output.read_text().splitlines()) == rows
+
+
 def test_live_answers_join_a_file_and_replace_its_rows(tmp_path: Path, target: Target) -> None:
     first = recipe(tmp_path, f"output_dir={tmp_path / 'first'}")
     gather_rows(first, target, NoScreen())
@@ -88,7 +105,7 @@ def test_cached_and_online_features_are_the_same(tmp_path: Path, target: Target)
 
 
 def test_hold_out_keeps_the_answers_of_a_prompt_together() -> None:
-    rows = [encoded(f"p{i}{suffix}") for i in range(8) for suffix in ("", "#1")]
+    rows = [encoded(f"p{i}{suffix}", prompt=f"p{i}") for i in range(8) for suffix in ("", "#1")]
     train, held = hold_out(rows, 4)
     assert len(held) == 4
     assert {row.id.partition("#")[0] for row in train}.isdisjoint(row.id.partition("#")[0] for row in held)
@@ -96,6 +113,25 @@ def test_hold_out_keeps_the_answers_of_a_prompt_together() -> None:
     shuffled_train, shuffled_held = hold_out(rows[::-1], 4)
     assert {row.id for row in shuffled_held} == {row.id for row in held}
     assert len(shuffled_train) == len(train)
+
+
+def test_hold_out_takes_prompt_ids_as_they_are() -> None:
+    train, held = hold_out([encoded("mt#1"), encoded("mt#2")], 1)  # a user's ids: two prompts, not one
+    assert {row.id for row in train + held} == {"mt#1", "mt#2"}
+    assert len(held) == 1
+
+
+def test_rows_of_a_file_without_ids_are_all_used(tmp_path: Path, target: Target) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps({"prompt_ids": [5, at], "output_ids": [7, 8]}) + "\n" for at in range(6, 10)))
+    rows = gather_rows(recipe(tmp_path, f"data.answers={path}"), target, NoScreen())
+    assert len(rows.train) + len(rows.heldout) == 4
+
+
+def test_other_settings_are_answered_again_and_counted(tmp_path: Path, target: Target) -> None:
+    gather_rows(recipe(tmp_path), target, NoScreen())
+    again = gather_rows(recipe(tmp_path, "data.max_new_tokens=5"), target, NoScreen())
+    assert again.report["written"] == {"rows": 6, "replaced": 6, "skipped": {}}
 
 
 def test_hold_out_leaves_something_to_train_on() -> None:

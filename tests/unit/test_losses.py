@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specheads.heads import HEADS
-from specheads.losses import align, chunked_cross_entropy
+from specheads.losses import Workspace, align, chunked_cross_entropy
 from specheads.types import FrozenParts, HeadInputs
 
 
@@ -176,3 +176,20 @@ def test_a_chunk_size_changes_no_gradient() -> None:
         found.append([parameter.grad.clone() for parameter in head.parameters()])
     for one, other in zip(*found, strict=True):
         assert apart(one, other) < 1e-5
+
+
+def test_a_kept_workspace_changes_nothing() -> None:
+    """Chunks and problems of other sizes write over it, evaluation under inference mode may have made it."""
+    workspace = Workspace()
+    hidden, weights, target, judge, row_weights = problem(torch.float64, 1, False)
+    with torch.inference_mode():
+        chunked_cross_entropy(hidden, weights, target.__getitem__, judge, row_weights, ranks=2, workspace=workspace)
+    for chunk in (1 << 20, 200):
+        fresh = chunked_cross_entropy(hidden, weights, target.__getitem__, judge, row_weights, chunk_bytes=chunk)
+        kept = chunked_cross_entropy(
+            hidden, weights, target.__getitem__, judge, row_weights, chunk_bytes=chunk, workspace=workspace
+        )
+        assert torch.equal(fresh.loss, kept.loss)
+        leaves = [hidden, *weights]
+        found, wanted = (torch.autograd.grad(out.loss, leaves) for out in (kept, fresh))
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from specheads.jobs.screen import NoScreen
-from specheads.jobs.stages import Stages, file_digest
+from specheads.jobs.stages import Stages, clear, file_digest
+from specheads.utils import InputError
 
 
 class Lines(NoScreen):
@@ -93,3 +94,16 @@ def test_file_digest_follows_the_bytes(tmp_path: Path) -> None:
     first = file_digest(path)
     path.write_text("b")
     assert file_digest(path) != first
+
+
+def test_only_the_folder_of_a_run_is_cleared(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "thesis.txt").write_text("mine")
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(InputError, match=r"--fresh: .* holds data, but neither run.json"):
+        clear(tmp_path, ("stages", "data"))
+    assert (tmp_path / "data" / "thesis.txt").read_text() == "mine"
+    Stages(tmp_path, NoScreen()).run("pace", {}, lambda: 1)
+    clear(tmp_path, ("stages", "data"))
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+    clear(tmp_path / "new", ("data",))

@@ -130,6 +130,19 @@ def test_unknown_dtype(value: str, folder: Path) -> None:
         load_target(str(folder), dtype=value)
 
 
+@pytest.mark.parametrize("value", ["cudaa", "cuda:99", "meta", ""])
+def test_a_device_that_is_not_there(value: str, folder: Path) -> None:
+    with pytest.raises(InputError, match=r"target\.device: got .* expected auto, cpu") as caught:
+        load_target(str(folder), dtype="auto", device=value)
+    assert "\n" not in str(caught.value)
+
+
+def test_remote_code_names_the_key_to_set(folder: Path) -> None:
+    edit_config(folder, model_type="own", auto_map={"AutoConfig": "code.Config"})
+    (folder / "code.py").write_text("class Config: pass\n")
+    refused(r"set target\.trust_remote_code=true", folder)
+
+
 def test_embedded_target_without_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPECHEADS_CACHE", str(tmp_path))
     monkeypatch.setattr(smollm2, "PACKAGE", "no_such_package_here")

@@ -7,9 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from specheads import hardware
+from specheads.training import launch
 from specheads.training.launch import check_launch
 from specheads.utils import InputError
 
@@ -53,6 +58,29 @@ def test_routes(environment: dict[str, str], gpus: int, message: str | None) -> 
     else:
         with pytest.raises(InputError, match=message):
             check_launch(environment, gpus)
+
+
+def test_auto_is_what_the_main_process_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = hardware.DtypeChoice(torch.float32, "measured by the second process")
+    theirs = hardware.DtypeChoice(torch.bfloat16, "measured by the main process")
+    sent: list[object] = []
+
+    def broadcast(values: list[object]) -> None:
+        sent.extend(values)
+        if values == [None]:
+            values[0] = theirs
+
+    monkeypatch.setattr(hardware, "_auto", {})
+    monkeypatch.setattr(launch, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(hardware, "_probe", lambda device: mine)
+    second: Any = SimpleNamespace(num_processes=2, is_main_process=False, device=torch.device("cpu"))
+    launch.share_dtype_probe(second)
+    assert sent == [None]
+    assert hardware.choose_dtype("auto", "cpu") == theirs
+
+    monkeypatch.setattr(hardware, "_auto", {})
+    launch.share_dtype_probe(SimpleNamespace(num_processes=2, is_main_process=True, device="cpu"))  # type: ignore[arg-type]
+    assert sent == [None, mine]
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from specheads.types import FeatureSpec
 from specheads.utils import InputError
 
 WARM_UP = 4  # steps after which the call's own rate is trusted
+CHILD_CHANCE = 0.4  # that one of a node's children is right once the node is: what a further draft pass may bring
 LONGEST_SILENCE = 32  # steps after which a head is asked again though it did not seem to pay
 
 
@@ -34,8 +35,10 @@ class _Part:
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.milliseconds = 0.0  # of a propose: the median of the last few, so that one hiccup decides nothing
+        self.pass_milliseconds = 0.0  # of one of its forwards, likewise
         self.tree: HostTree | None = None  # None: not asked in this step
         self._times: deque[float] = deque(maxlen=9)
+        self._pass_times: deque[float] = deque(maxlen=9)
 
     def start(self, tokens: Tensor, features: Tensor | None, lengths: Tensor, capacity: int) -> None:
         self.drafter.start(tokens, features, lengths, capacity)
@@ -49,7 +52,8 @@ class _Part:
         begun = time.perf_counter()
         self.tree = HostTree.of(self.drafter.propose(root))
         self._times.append(1000 * (time.perf_counter() - begun))
-        self.milliseconds = median(self._times)
+        self._pass_times.append(self._times[-1] / self.drafter.passes)
+        self.milliseconds, self.pass_milliseconds = median(self._times), median(self._pass_times)
         return self.tree, self.calibration.corrected(self.tree)
 
     def learn(self, truth: Array) -> Array:
@@ -112,6 +116,8 @@ class JoinedDrafter(Drafter):
         if self._head:
             self._head.tree = None
             if not drafts or self._head_pays(drafts[0][1], rate):
+                if rate is not None:  # a pass must bring more tokens than its time brings elsewhere
+                    self._head.drafter.min_gain = min(1.0, rate * self._head.pass_milliseconds / CHILD_CHANCE)
                 drafts.append(self._head.propose(root))
         (tree, scores), *others = drafts
         pool = merge(tree, scores, *others[0]) if others else Pool.of(tree, scores)
