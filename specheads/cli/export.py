@@ -21,13 +21,13 @@ def run(
     json: Json = False,
 ) -> None:
     """Write a checkpoint in another dialect, and read it back to be sure."""
-    from specheads.build import load_checkpoint
+    from specheads.build import load_checkpoint, provenance
     from specheads.jobs.train import export
 
     console = Console(json)
     if dtype not in ("bf16", "fp32"):
         raise InputError(f"--dtype: got {dtype!r}, expected bf16 or fp32")
     loaded = load_checkpoint(checkpoint, overrides or ())
-    folder = export(loaded.head, loaded.target, format, Path(out), console, dtype)
+    folder = export(loaded.head, loaded.target, format, Path(out), console, dtype, run=provenance(loaded.folder))
     if json:
         print_json({"format": format, "folder": str(folder), "files": sorted(path.name for path in folder.iterdir())})

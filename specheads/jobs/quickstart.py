@@ -163,8 +163,11 @@ class Quickstart:
     def export(self, numbers: dict[str, Any]) -> dict[str, str]:
         """The checkpoint in the dialect of its head, what was measured on its card."""
         head = load_draft(self.folder / build.CHECKPOINT, self.target.config)
+        run = build.provenance(self.folder / build.CHECKPOINT)
         return {
-            name: str(export(head, self.target, name, self.folder / "export" / name, self.screen, numbers=numbers))
+            name: str(
+                export(head, self.target, name, self.folder / "export" / name, self.screen, numbers=numbers, run=run)
+            )
             for name in self.recipe.export.formats
         }
 
