@@ -1,8 +1,8 @@
 """The native format: what training writes and everything else is converted from and to.
 
-    config.json         {"format": "specheads", "format_version": 1, "head": ..., "head_config": {...},
-                         "target": {...}, "feature_layers": [...], "feature_convention": ..., "dtype": ...}
-    model.safetensors   the head's own tensors under their module names
+config.json         {"format": "specheads", "format_version": 1, "head": ..., "head_config": {...},
+                     "target": {...}, "feature_layers": [...], "feature_convention": ..., "dtype": ...}
+model.safetensors   the head's own tensors under their module names
 """
 
 from __future__ import annotations
