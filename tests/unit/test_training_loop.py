@@ -24,7 +24,7 @@ from specheads.types import StepOutput
 from specheads.utils import InputError
 
 PROGRAM = Path(__file__).with_name("tiny_training.py")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # bit-equal needs equal threads
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
