@@ -2,8 +2,8 @@
 
 The loss of an optimiser step is the sum over all its supervised positions, divided by their number over every
 micro-batch and rank: how a batch is cut changes nothing. Weights are fp32; with ``dtype="bf16"`` the forward runs
-under autocast. In a budget of steps or epochs a run is exactly reproducible (with the same number of threads); in a budget of minutes the schedule
-follows the clock.
+under autocast. In a budget of steps or epochs a run is exactly reproducible with the same number of threads; in a
+budget of minutes the schedule follows the clock.
 """
 
 from __future__ import annotations
