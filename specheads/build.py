@@ -76,7 +76,9 @@ def build_head(recipe: Recipe, target: Target, rows: Sequence[Encoded]) -> Head:
     options = recipe.head.model_dump(exclude={"type"})
     size, draft_ids = recipe.head.draft_vocab_size, None
     if size is not None and size < target.config.vocab_size:
-        draft_ids = choose_draft_ids(token_counts(rows, target.config.vocab_size), size, always=target.config.eos_ids)
+        counts = token_counts(rows, target.config.vocab_size)
+        tokens = len(target.tokenizer)  # embedding rows beyond it are padding
+        draft_ids = choose_draft_ids(counts, size, always=target.config.eos_ids, logical_size=tokens)
     return HEADS[recipe.head.type].build(target.config, target.parts, options, draft_ids)
 
 

@@ -144,7 +144,7 @@ def check_target(
     for name in ("hidden_size", "vocab_size", "num_layers", *exact):
         want, got = recorded.get(name), getattr(target, name)
         if want is not None and want != got:
-            hint = "; pass allow_other_target to use it all the same" if name in exact else ""
+            hint = "; load_draft(…, allow_other_target=True) takes it all the same" if name in exact else ""
             raise InputError(
                 f"{folder}: made for {recorded.get('name')} ({name} {want}), but the target is {target.name} "
                 f"({name} {got}); use the draft's own target{hint}"

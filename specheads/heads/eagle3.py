@@ -64,7 +64,7 @@ class Eagle3Head(Head):
         shape = LayerShape(
             hidden, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim, eps, 2 * hidden
         )
-        self.layer = DecoderLayer(shape, input_norm=False)
+        self.layer = DecoderLayer(shape)
         self.norm = RMSNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         if vocab is None:  # tensors are loaded later

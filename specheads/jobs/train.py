@@ -111,12 +111,13 @@ def prepare_together(
     name = [uuid.uuid4().hex]  # of this launch, so that a file of an earlier one is never taken for it
     broadcast_object_list(name)
     ready = Path(recipe.output_dir) / f".data-ready-{name[0]}"
+    launcher = os.getppid()
     if accelerator.is_main_process:
         prepared = prepare(recipe, target, screen)
         ready.touch()
     else:
         while not ready.exists():
-            if os.getppid() == 1:  # the launcher is gone, and with it the main process
+            if os.getppid() != launcher:  # it is gone, and with it the main process
                 raise InputError("launch: the launcher ended before the data was ready; start the training again")
             time.sleep(POLL_SECONDS)
         prepared = prepare(recipe, target, screen)

@@ -16,14 +16,11 @@ from specheads.utils import disk_error, write_text
 class TrainLog:
     """Writes one JSON object a line, ``{"kind": "train" | "eval" | "save", "step": ...}``, on the main process."""
 
-    def __init__(
-        self, folder: Path, accelerator: Accelerator, callbacks: TrainCallbacks, flops_per_token: float | None
-    ) -> None:
+    def __init__(self, folder: Path, accelerator: Accelerator, callbacks: TrainCallbacks) -> None:
         self.path = folder / "metrics.jsonl"
         self.accelerator = accelerator
         self.main = accelerator.is_main_process
         self.callbacks = callbacks
-        self.flops_per_token = flops_per_token
         self._fresh()
 
     def _fresh(self) -> None:
@@ -65,8 +62,6 @@ class TrainLog:
             "seconds": elapsed,
             "seconds_left": elapsed * (1 - progress) / max(progress, 1e-9),
         }
-        if self.flops_per_token is not None:
-            entry["gflops"] = speed * self.flops_per_token / 1e9
         self._fresh()
         if self.main:
             self._write("train", entry)

@@ -82,7 +82,7 @@ class TrainCallbacks:
     def on_log(self, line: dict[str, Any]) -> None:
         """A line of metrics.jsonl: ``step``, ``max_steps``, ``epoch``, ``progress`` (0..1), ``loss``, ``tau``,
         ``acceptance``, ``hits``, ``learning_rate`` (by optimiser), ``gradient_norm``, ``tokens``, ``tokens_per_s``,
-        ``seconds``, ``seconds_left``, and ``gflops`` where the cost of a token is known."""
+        ``seconds``, ``seconds_left``."""
 
     def on_eval(self, line: dict[str, Any]) -> None:
         """Held-out numbers: ``step``, ``loss``, ``tau``, ``acceptance``, ``hits``, ``is_best``, ``best``."""

@@ -49,7 +49,6 @@ class Trainer:
         target_config: of the target, recorded in every checkpoint.
         callbacks: told of every log line, evaluation and checkpoint (on the main process only).
         extra: recorded in every checkpoint's config.json (provenance).
-        flops_per_token: of a training step, forward and backward; None = no GFLOPS in the log.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class Trainer:
         target_config: TargetConfig,
         callbacks: TrainCallbacks | None = None,
         extra: dict[str, Any] | None = None,
-        flops_per_token: float | None = None,
     ) -> None:
         self.head = head.float().to(accelerator.device)
         self.parts = parts
@@ -101,7 +99,7 @@ class Trainer:
             partial(write_native, head=self.head, target=target_config, extra=extra),
             settings.keep_checkpoints,
         )
-        self.log = TrainLog(folder, accelerator, callbacks or TrainCallbacks(), flops_per_token)
+        self.log = TrainLog(folder, accelerator, callbacks or TrainCallbacks())
         self.step = 0
         self.tokens = 0
         self.best: dict[str, Any] | None = None

@@ -15,7 +15,7 @@ from torch import Tensor
 from specheads.decoding.controller import StepCosts
 from specheads.decoding.drafters.feedback import PRIOR_WEIGHT, Calibration, continuation
 from specheads.decoding.drafters.host_tree import HostTree, best_tree_of, merge
-from specheads.decoding.drafters.joined import Budgeted, JoinedDrafter
+from specheads.decoding.drafters.joined import JoinedDrafter
 from specheads.decoding.drafters.ngram import FIRST_RATES, HitRates, NgramDrafter
 from specheads.heads.base import Drafter
 from specheads.tree.build import build_tree, check_tree
@@ -235,7 +235,7 @@ def test_joined_takes_the_nodes_that_pay():
 
 
 def test_budgeted_alone_and_without_scores():
-    drafter = started(Budgeted(Fixed([1, 2], [0, 0], None), FREE), [[9], [8]])
+    drafter = started(JoinedDrafter(None, Fixed([1, 2], [0, 0], None), FREE), [[9], [8]])
     tree = drafter.propose(torch.tensor([3, 4]))
     check_tree(tree)
     assert tree.tokens.tolist() == [[3, 1, 2], [4, 1, 2]]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from specheads.decoding.baseline import PlainDecoder
 from specheads.decoding.controller import StepCosts
 from specheads.decoding.decoder import SpeculativeDecoder
-from specheads.decoding.drafters.joined import Budgeted, JoinedDrafter
+from specheads.decoding.drafters.joined import JoinedDrafter
 from specheads.decoding.drafters.ngram import NgramDrafter
 from specheads.heads.base import Drafter
 from specheads.sampling import probabilities
@@ -51,9 +51,9 @@ def drafters(answers: list[list[int]]) -> dict[str, Callable[[], Drafter]]:
         "random trees of 12": lambda: RandomTrees(answers, 12, 64, seed=1),
         "random trees of 40": lambda: RandomTrees(answers, 40, 64, seed=2, right=0.9),
         "look-up": lambda: NgramDrafter(),
-        "budgeted look-up": lambda: Budgeted(NgramDrafter(drafts=12), COSTS),
+        "budgeted look-up": lambda: JoinedDrafter(None, NgramDrafter(drafts=12), COSTS),
         "joined": lambda: JoinedDrafter(NgramDrafter(), RandomTrees(answers, 16, 64, seed=3), COSTS),
-        "budgeted head": lambda: Budgeted(RandomTrees(answers, 16, 64, seed=4), COSTS, most_nodes=6),
+        "budgeted head": lambda: JoinedDrafter(None, RandomTrees(answers, 16, 64, seed=4), COSTS, most_nodes=6),
     }
 
 

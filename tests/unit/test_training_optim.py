@@ -45,7 +45,7 @@ def test_fp32_and_bf16_products_stay_near_the_exact_iteration(shape: tuple[int, 
 
 def test_muon_equals_a_plain_loop_with_each_fused_map_on_its_own() -> None:
     torch.manual_seed(0)
-    layer = DecoderLayer(SHAPE, input_norm=False).double()
+    layer = DecoderLayer(SHAPE).double()
     weight = layer.attention.qkv_proj.weight
     other = layer.mlp.gate_up_proj.weight
     plain = {p: p.detach().clone() for p in (weight, other)}

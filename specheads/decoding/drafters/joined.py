@@ -2,7 +2,7 @@
 
 They miss in different places, so one tree holds both: nodes with the same path are one node, and of all nodes the best
 are kept, as many as pay on this machine (``controller.best_size``). The same rule sizes a drafter that works alone
-(``Budgeted``). What the target accepts corrects both parts' chances while the call runs.
+(the other part is then None). What the target accepts corrects both parts' chances while the call runs.
 
 Legend: B rows, N nodes of a tree (root included), P longest accepted path.
 """
@@ -151,10 +151,3 @@ class JoinedDrafter(Drafter):
         self._steps += 1
         self._tokens += float((truth >= 0).sum())
         self._milliseconds += self._spent
-
-
-class Budgeted(JoinedDrafter):
-    """One drafter alone, its tree cut by the same rule."""
-
-    def __init__(self, drafter: Drafter, costs: StepCosts, most_nodes: int = 48) -> None:
-        super().__init__(None, drafter, costs, most_nodes)
