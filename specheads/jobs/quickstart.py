@@ -23,7 +23,7 @@ from specheads.data.tokenize import template_hash
 from specheads.evaluation.report import print_report
 from specheads.hardware import dtype_name
 from specheads.jobs import evaluate as evaluation
-from specheads.jobs.data import answers_file, spread, write_answers
+from specheads.jobs.data import answers_file, chosen_prompts, write_answers
 from specheads.jobs.inspect import forward_rate
 from specheads.jobs.screen import Screen
 from specheads.jobs.stages import Stages, clear, file_digest, fingerprint
@@ -133,8 +133,7 @@ class Quickstart:
             if section.answers is None:
                 raise InputError("data.live_rows: got 0 without data.answers; give such a file, or set 1 or more")
             return {"rows": 0, "tokens": 0, "file": None}
-        prompts, _ = read_prompts(section.prompts)
-        chosen = prompts if wanted is None else spread(prompts, wanted)
+        chosen, _ = chosen_prompts(self.recipe)
         path = answers_file(self.recipe)
         seconds = ANSWER_SECONDS if wanted is None else None
         report = write_answers(self.recipe, self.target, chosen, path, self.screen, seconds=seconds)

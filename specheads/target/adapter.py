@@ -67,7 +67,6 @@ class Target(ABC):
         config = self.config
         return KVCache(config.num_layers, rows, config.num_kv_heads, capacity, config.head_dim, self.dtype, self.device)
 
-    @abstractmethod
     def forward(
         self,
         tokens: Tensor,
@@ -92,6 +91,26 @@ class Target(ABC):
         Raises:
             ValueError: the cache is full, or the target's context limit is behind.
         """
+        # features of a forward without a cache may enter a loss later, which tensors of inference mode cannot
+        with torch.no_grad() if cache is None else torch.inference_mode():
+            states, last = self._run(tokens, positions, cache, tree_mask, layer_ids)
+            features = torch.cat(states, dim=-1) if states else None
+            return TargetOutput(pick_logits(last, logits, self._output), features)
+
+    @abstractmethod
+    def _run(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        cache: KVCache | None,
+        tree_mask: Tensor | None,
+        layer_ids: Sequence[int],
+    ) -> tuple[list[Tensor], Tensor]:
+        """The layers. Returns the states B N H of ``layer_ids`` in their order, and what ``_output`` reads (B N H)."""
+
+    @abstractmethod
+    def _output(self, last: Tensor) -> Tensor:
+        """What ``_run`` returned last [..., H] -> logits [..., V]."""
 
     @torch.no_grad()
     def generate(
@@ -180,31 +199,28 @@ class StockTarget(Target):
         self._decoder: nn.Module = model.get_decoder()
         final_norm(model).register_forward_pre_hook(_keep_raw_state)
 
-    def forward(
+    def _run(
         self,
         tokens: Tensor,
-        *,
-        positions: Tensor | None = None,
-        cache: KVCache | None = None,
-        tree_mask: Tensor | None = None,
-        layer_ids: Sequence[int] = (),
-        logits: str | Tensor = "all",
-    ) -> TargetOutput:
-        """See ``Target.forward``."""
-        # features of a forward without a cache may enter a loss later, which tensors of inference mode cannot
-        with torch.no_grad() if cache is None else torch.inference_mode():
-            layers = self.config.num_layers
-            inputs = self._inputs(tokens, positions, cache, tree_mask)
-            inner = sorted({layer for layer in layer_ids if layer < layers})
-            captured: list[Tensor] = []
-            token = _raw_last_state.set(captured)
-            try:
-                out = self._decoder(input_ids=tokens, output_hidden_states=inner or False, **inputs)
-            finally:
-                _raw_last_state.reset(token)
-            states = [captured[-1] if layer == layers else out.hidden_states[layer] for layer in layer_ids]
-            features = torch.cat(states, dim=-1) if states else None
-            return TargetOutput(pick_logits(out.last_hidden_state, logits, self.parts.lm_head), features)
+        positions: Tensor | None,
+        cache: KVCache | None,
+        tree_mask: Tensor | None,
+        layer_ids: Sequence[int],
+    ) -> tuple[list[Tensor], Tensor]:
+        layers = self.config.num_layers
+        inputs = self._inputs(tokens, positions, cache, tree_mask)
+        inner = sorted({layer for layer in layer_ids if layer < layers})
+        captured: list[Tensor] = []
+        token = _raw_last_state.set(captured)
+        try:
+            out = self._decoder(input_ids=tokens, output_hidden_states=inner or False, **inputs)
+        finally:
+            _raw_last_state.reset(token)
+        states = [captured[-1] if layer == layers else out.hidden_states[layer] for layer in layer_ids]
+        return states, out.last_hidden_state
+
+    def _output(self, last: Tensor) -> Tensor:
+        return self.parts.lm_head(last)
 
     def _inputs(
         self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None, tree_mask: Tensor | None

@@ -22,8 +22,8 @@ from specheads.modules.decoder_layer import fold_groups
 from specheads.modules.kv_cache import KVCache
 from specheads.modules.packed_linear import pack_linear
 from specheads.target import mask as masks
-from specheads.target.adapter import Target, check_room, pick_logits
-from specheads.types import FrozenParts, TargetConfig, TargetOutput
+from specheads.target.adapter import Target, check_room
+from specheads.types import FrozenParts, TargetConfig
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position alone
@@ -121,34 +121,27 @@ class LeanTarget(Target):
             self._product(mlp.down_proj.weight, mlp.down_proj.bias),
         )
 
-    def forward(
+    def _run(
         self,
         tokens: Tensor,
-        *,
-        positions: Tensor | None = None,
-        cache: KVCache | None = None,
-        tree_mask: Tensor | None = None,
-        layer_ids: Sequence[int] = (),
-        logits: str | Tensor = "all",
-    ) -> TargetOutput:
-        """See ``Target.forward``."""
-        # features of a forward without a cache may enter a loss later, which tensors of inference mode cannot
-        with torch.no_grad() if cache is None else torch.inference_mode():
-            hidden = F.embedding(tokens, self._embedding)  # B N H
-            shared = self._attention(hidden, positions, cache, tree_mask)
-            wanted = set(layer_ids)
-            captured: dict[int, Tensor] = {}
-            for index, layer in enumerate(self._layers):
-                if index in wanted:
-                    captured[index] = hidden
-                hidden = self._run_layer(index, layer, hidden, shared)
-            captured[len(self._layers)] = hidden
-            features = torch.cat([captured[layer] for layer in layer_ids], dim=-1) if layer_ids else None
-            return TargetOutput(pick_logits(hidden, logits, self._norm_and_head), features)
+        positions: Tensor | None,
+        cache: KVCache | None,
+        tree_mask: Tensor | None,
+        layer_ids: Sequence[int],
+    ) -> tuple[list[Tensor], Tensor]:
+        hidden = F.embedding(tokens, self._embedding)  # B N H
+        shared = self._attention(hidden, positions, cache, tree_mask)
+        wanted = set(layer_ids)
+        captured: dict[int, Tensor] = {}
+        for index, layer in enumerate(self._layers):
+            if index in wanted:
+                captured[index] = hidden
+            hidden = self._run_layer(index, layer, hidden, shared)
+        captured[len(self._layers)] = hidden
+        return [captured[layer] for layer in layer_ids], hidden
 
-    def _norm_and_head(self, hidden: Tensor) -> Tensor:
-        """Raw last state [..., H] -> logits [..., V]."""
-        return self._head(self._rms_norm(hidden, self._norm_weight))
+    def _output(self, last: Tensor) -> Tensor:
+        return self._head(self._rms_norm(last, self._norm_weight))
 
     def _attention(
         self, hidden: Tensor, positions: Tensor | None, cache: KVCache | None, tree_mask: Tensor | None
