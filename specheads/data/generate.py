@@ -20,7 +20,7 @@ import datetime
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,15 +135,13 @@ def plan(
     *,
     temperatures: Sequence[float],
     answers_per_prompt: int,
+    answered: Mapping[str, int],
     max_prompt_tokens: int,
     top_p: float,
     seed: int,
     skipped: Skipped,
 ) -> dict[str, tuple[Prompt, Request]]:
-    """Every answer to be written, by row id. The k-th answer beyond the first has ``#k`` behind the prompt's id.
-
-    Prompt i's answer k takes ``temperatures[(i + k) % n]``: greedy and sampled rows alternate.
-    """
+    """Every answer to be written, by row id. The k-th answer beyond the first has ``#k`` behind the prompt's id."""
     wanted: dict[str, tuple[Prompt, Request]] = {}
     for index, prompt in enumerate(prompts):
         try:
@@ -159,16 +157,26 @@ def plan(
                 f"prompt {prompt.id!r}: token id {max(ids)} is beyond the embedding ({target.config.vocab_size} rows); "
                 "the tokenizer does not belong to this target"
             )
-        for answer in range(answers_per_prompt):
+        first = answered.get(prompt.id, 0)
+        for answer in range(first, first + answers_per_prompt):
             name = prompt.id if answer == 0 else f"{prompt.id}#{answer}"
             if name in wanted:
                 raise InputError(
                     f"prompts: two answers would be named {name!r} (answer k to a prompt is its id and #k); "
                     "rename that prompt's id"
                 )
-            temperature = float(temperatures[(index + answer) % len(temperatures)])
+            temperature = temperature_of(temperatures, index, answer)
             wanted[name] = (prompt, Request(name, ids, temperature, top_p, seed))
     return wanted
+
+
+def temperature_of(temperatures: Sequence[float], prompt: int, answer: int) -> float:
+    """Of the ``answer``-th answer to the ``prompt``-th prompt: taken in turn, so that greedy and sampled rows mix.
+
+    Once all had their turn only sampling goes on: a second greedy answer would be the first one again.
+    """
+    left = temperatures if answer < len(temperatures) else [value for value in temperatures if value > 0] or [0.0]
+    return float(left[(prompt + answer) % len(left)])
 
 
 def in_order(requests: Sequence[Request], batch_size: int, seed: int) -> list[Request]:
@@ -190,6 +198,11 @@ def _check_options(
             f"{answers_per_prompt}, temperatures {tuple(temperatures)}; expected counts of 1 or more and at least one "
             "temperature of 0 or more"
         )
+    if answers_per_prompt > len(temperatures) and not any(temperatures):
+        raise InputError(
+            f"generation: got answers_per_prompt {answers_per_prompt} with temperatures {tuple(temperatures)}, expected "
+            "one above 0 among them: greedy answers to one prompt are all the same"
+        )
 
 
 def distill(
@@ -203,6 +216,7 @@ def distill(
     temperatures: Sequence[float] = (0.0, 0.8),
     top_p: float = 1.0,
     answers_per_prompt: int = 1,
+    answered: Mapping[str, int] | None = None,
     max_prompt_tokens: int = 1024,
     seed: int = 0,
     revision: str | None = None,
@@ -210,6 +224,7 @@ def distill(
 ) -> DistillReport:
     """Let the target answer ``prompts`` into ``out_path``, continuing what is there.
 
+    answered: answers that exist elsewhere, by prompt id; the new ones are numbered after them.
     revision: of the hub, as the target was loaded; recorded in every row.
     progress: called with (rows done, rows in all, new tokens of this run) after every row.
 
@@ -224,6 +239,7 @@ def distill(
         prompts,
         temperatures=temperatures,
         answers_per_prompt=answers_per_prompt,
+        answered=answered or {},
         max_prompt_tokens=min(max_prompt_tokens, room),
         top_p=top_p,
         seed=seed,

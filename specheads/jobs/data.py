@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,11 +55,16 @@ def write_answers(
 ) -> DistillReport:
     """Let the target answer ``prompts`` into ``path``, continuing what is there; ``seconds``: stop by then.
 
+    Answers that the recipe's ``data.answers`` holds to the same prompts stand: the new ones are further samples.
+
     Raises:
         InputError: see ``distill``.
     """
     section = recipe.data
     counted = DistillReport()
+    given = distilled_file(recipe)
+    elsewhere = read_rows(given)[0] if given is not None and given.resolve() != path.resolve() else []
+    answered = Counter(str(row.get("prompt_id", row["id"])) for row in elsewhere)
     start = time.perf_counter()
     with screen.stage("answers") as progress:
 
@@ -77,6 +83,7 @@ def write_answers(
                 batch_size=section.batch_size,
                 temperatures=section.temperatures,
                 answers_per_prompt=section.samples_per_prompt,
+                answered=answered,
                 max_prompt_tokens=section.max_prompt_tokens,
                 seed=recipe.seed,
                 revision=recipe.target.revision,
@@ -154,7 +161,7 @@ def gather_rows(recipe: Recipe, target: Target, screen: Screen) -> Rows:
     if prompts:
         written = write_answers(recipe, target, prompts, answers_file(recipe), screen)
         rows, _ = read_rows(answers_file(recipe))
-        found.update((row["id"], row) for row in rows)  # a live answer replaces the shipped one to the same prompt
+        found.update((row["id"], row) for row in rows)
         lost = dict(written.skipped)
         report["written"] = {
             "rows": written.rows + written.reused,

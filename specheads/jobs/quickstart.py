@@ -23,7 +23,7 @@ from specheads.data.tokenize import template_hash
 from specheads.evaluation.report import print_report
 from specheads.hardware import dtype_name
 from specheads.jobs import evaluate as evaluation
-from specheads.jobs.data import answers_file, chosen_prompts, write_answers
+from specheads.jobs.data import answers_file, live_prompts, write_answers
 from specheads.jobs.inspect import forward_rate
 from specheads.jobs.screen import Screen
 from specheads.jobs.stages import Stages, clear, file_digest, fingerprint
@@ -128,14 +128,13 @@ class Quickstart:
         Raises:
             InputError: none are to be answered, and no file of answers is given.
         """
-        section, wanted = self.recipe.data, self.recipe.data.live_rows
-        if wanted == 0:
-            if section.answers is None:
+        chosen, _ = live_prompts(self.recipe)
+        if not chosen:
+            if self.recipe.data.answers is None:
                 raise InputError("data.live_rows: got 0 without data.answers; give such a file, or set 1 or more")
             return {"rows": 0, "tokens": 0, "file": None}
-        chosen, _ = chosen_prompts(self.recipe)
         path = answers_file(self.recipe)
-        seconds = ANSWER_SECONDS if wanted is None else None
+        seconds = ANSWER_SECONDS if self.recipe.data.live_rows is None else None
         report = write_answers(self.recipe, self.target, chosen, path, self.screen, seconds=seconds)
         self.show_answer(path)
         return {"rows": report.rows + report.reused, "tokens": report.tokens, "file": str(path)}

@@ -50,6 +50,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         f"data.prompts={folder / 'prompts.jsonl'}",
         "data.answers=null",
         "data.live_rows=null",
+        "data.samples_per_prompt=1",
         "data.max_new_tokens=12",
         "data.heldout_rows=2",
         "head.draft_vocab_size=64",

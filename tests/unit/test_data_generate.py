@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from specheads.data.conversations import Prompt
 from specheads.data.engines import Answer, BatchedEngine, Request
 from specheads.data.engines.batched import draw, uniforms
-from specheads.data.generate import distill, finished_rows
+from specheads.data.generate import distill, finished_rows, temperature_of
 from specheads.data.tokenize import prompt_ids
 from specheads.modules.kv_cache import KVCache
 from specheads.sampling import probabilities
@@ -340,7 +340,8 @@ def test_long_prompts_and_bad_numbers(target: Target, tmp_path: Path) -> None:
     limit = target.config.context_limit
     report = distill(target, prompts, tmp_path / "b.jsonl", max_new_tokens=limit - longest + 1)
     assert report.skipped.total() == 1  # the context limit holds prompt and answer together
-    for bad in ({"engine": "magic"}, {"batch_size": 0}, {"temperatures": ()}, {"temperatures": (-1.0,)}):
+    greedy_twice = {"temperatures": (0.0,), "answers_per_prompt": 2}
+    for bad in ({"engine": "magic"}, {"batch_size": 0}, {"temperatures": ()}, {"temperatures": (-1.0,)}, greedy_twice):
         with pytest.raises(InputError, match="expected"):
             distill(target, prompts, tmp_path / "c.jsonl", **bad)  # type: ignore[arg-type]
 
@@ -366,3 +367,22 @@ def test_full_disk_is_one_line_and_loses_nothing(
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(InputError, match=r"folder.jsonl"):
         distill(target, some_prompts(), tmp_path / "folder.jsonl", max_new_tokens=NEW)
+
+
+def test_no_prompt_is_answered_greedily_twice() -> None:
+    """Three answers with two temperatures: one greedy and two sampled, whichever comes first."""
+    for prompt in range(4):
+        turns = [temperature_of((0.0, 0.8), prompt, answer) for answer in range(3)]
+        assert sorted(turns) == [0.0, 0.8, 0.8]
+    assert [temperature_of((0.0, 0.5, 0.9), 0, answer) for answer in range(7)] == [0.0, 0.5, 0.9, 0.9, 0.5, 0.9, 0.5]
+
+
+def test_answers_that_exist_elsewhere_are_counted_on(tmp_path: Path, target: Target) -> None:
+    path = tmp_path / "a.jsonl"
+    prompts = some_prompts()
+    distill(target, prompts, path, max_new_tokens=NEW, answered={prompts[0].id: 2})
+    rows = {row["id"]: row for row in map(json.loads, path.read_text().splitlines())}
+    assert f"{prompts[0].id}#2" in rows
+    assert prompts[0].id not in rows
+    assert rows[f"{prompts[0].id}#2"]["temperature"] == 0.8
+    assert prompts[1].id in rows

@@ -69,14 +69,16 @@ def test_generate_answers_the_chosen_prompts(tmp_path: Path, target: Target, mon
         assert len(output.read_text().splitlines()) == rows
 
 
-def test_live_answers_join_a_file_and_replace_its_rows(tmp_path: Path, target: Target) -> None:
+def test_live_answers_are_further_samples_beside_a_file(tmp_path: Path, target: Target) -> None:
     first = recipe(tmp_path, f"output_dir={tmp_path / 'first'}")
     gather_rows(first, target, NoScreen())
     both = recipe(tmp_path, f"data.answers={answers_file(first)}", "data.live_rows=2", "data.max_new_tokens=5")
     rows = gather_rows(both, target, NoScreen())
     assert rows.report["read"]["rows"] == 6
     assert rows.report["written"]["rows"] == 2
-    assert len(rows.train) + len(rows.heldout) == 6  # same prompts: the live answers took their places
+    assert len(rows.train) + len(rows.heldout) == 8
+    again = gather_rows(both, target, NoScreen())  # what a continued run does
+    assert len(again.train) + len(again.heldout) == 8
 
 
 def test_answers_of_another_target_are_refused(tmp_path: Path, target: Target) -> None:
