@@ -200,8 +200,8 @@ def _check_options(
         )
     if answers_per_prompt > len(temperatures) and not any(temperatures):
         raise InputError(
-            f"generation: got answers_per_prompt {answers_per_prompt} with temperatures {tuple(temperatures)}, expected "
-            "one above 0 among them: greedy answers to one prompt are all the same"
+            f"generation: got answers_per_prompt {answers_per_prompt} with temperatures {tuple(temperatures)}, "
+            "expected one above 0 among them: greedy answers to one prompt are all the same"
         )
 
 
