@@ -4,8 +4,9 @@ A query of draft step k at anchor t sees the step-0 keys of positions <= t and, 
 own anchor: what a draft chain that starts at t would have in its cache.
 
 On a CPU the first part is a flash kernel that also gives its log-sum-exp; the few own keys are merged in by hand. So
-memory grows with the positions, not with their square, and with the number of steps not at all. Other devices run
-one attention call over all keys, with a mask.
+memory grows with the positions, not with their square, and with the number of steps not at all. Its backward in bf16 is
+written out in products, of a row of the batch at a time, where they fit ``ROW_BYTES``: the kernel takes twice as long.
+Other devices run one attention call over all keys, with a mask.
 
 Legend: B rows, T positions, M anchor slots a row (padded), k own keys, G query heads a key head, d head_dim.
 """
@@ -21,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+ROW_BYTES = 32 << 20  # of one row's attention weights in backward
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
@@ -95,9 +97,13 @@ class _AnchoredAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         queries, keys, values, mask, out, total, shares, *own = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_queries, grad_keys, grad_values = _flash_backward(
-            grad, queries, keys, values, out, total, 0.0, False, attn_mask=mask
-        )
+        row_bytes = queries[0, :, :, 0].numel() * keys.shape[2] * 2
+        if queries.dtype == torch.bfloat16 and row_bytes <= ROW_BYTES:
+            grad_queries, grad_keys, grad_values = _backward_by_rows(grad, queries, keys, values, out, total, mask)
+        else:
+            grad_queries, grad_keys, grad_values = _flash_backward(
+                grad, queries, keys, values, out, total, 0.0, False, attn_mask=mask
+            )
         grads: list[Tensor] = []
         key_dtype = queries.dtype
         if own:
@@ -123,3 +129,38 @@ def _own_scores(queries: Tensor, keys: Tensor) -> Tensor:
     asked = queries.unflatten(2, (-1, keys.shape[3]))[:, :, :, None]  # B kv G 1 M d
     wide = torch.promote_types(queries.dtype, torch.float32)
     return (asked.to(wide) * keys[:, :, None].to(wide)).sum(-1) * queries.shape[-1] ** -0.5
+
+
+def _backward_by_rows(
+    grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, total: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``_flash_backward`` returns, for bf16: weights ``p = exp(q k - total)``, slopes ``p (grad v - out grad)``.
+
+    Both differences come out of a product: the factors get two more columns, of which one side carries the subtrahend
+    in two bf16 terms. So they are formed in the product's fp32 and rounded once, when they are small.
+    """
+    scale = queries.shape[-1] ** -0.5
+    scaled = queries * scale
+    asked, given = _less(scaled, total), _less(grad, (grad.float() * out.float()).sum(-1))
+    offered, worth = _with_ones(keys), _with_ones(values)
+    grads = [torch.empty_like(tensor) for tensor in (queries, keys, values)]
+    for row in range(queries.shape[0]):
+        hidden = mask[row].expand(keys.shape[1], -1, -1)
+        p = torch.baddbmm(hidden, asked[row], offered[row].mT).exp_()
+        torch.bmm(p.mT, grad[row], out=grads[2][row])
+        slopes = torch.bmm(given[row], worth[row].mT).mul_(p)
+        torch.bmm(slopes, keys[row], out=grads[0][row]).mul_(scale)
+        torch.bmm(slopes.mT, scaled[row], out=grads[1][row])
+    return grads[0], grads[1], grads[2]
+
+
+def _less(x: Tensor, column: Tensor) -> Tensor:
+    """x [... n d] with -column [... n] behind it, as two bf16 columns that add up to it."""
+    high = column.to(x.dtype)
+    low = (column - high.to(column.dtype)).to(x.dtype)
+    return torch.cat([x, -high[..., None], -low[..., None]], dim=-1)
+
+
+def _with_ones(x: Tensor) -> Tensor:
+    """x [... n d] with two columns of ones behind it: the other factor of ``_less``."""
+    return torch.cat([x, x.new_ones(*x.shape[:-1], 2)], dim=-1)

@@ -107,3 +107,23 @@ def test_the_route_of_other_devices_agrees(dtype: torch.dtype) -> None:
     pull = torch.randn_like(one)
     for a, b in zip(torch.autograd.grad(one, leaves, pull), torch.autograd.grad(other, leaves, pull), strict=True):
         assert apart(a.float(), b.float()) < room
+
+
+@pytest.mark.parametrize("row_bytes", [0, 32 << 20])  # the flash kernel's backward, and the one by rows
+def test_anchored_attention_gradients_in_bf16(row_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against autograd in fp64 at the same numbers, with scores up to about 30: what bf16 alone would round away."""
+    monkeypatch.setattr("specheads.modules.anchored_attention.ROW_BYTES", row_bytes)
+    rows, width, slots = 3, 48, 20
+    positions = torch.stack([torch.randperm(width)[:slots].sort().values for _ in range(rows)])
+    shapes = [(rows, 4, slots, 16), (rows, 2, width, 16), (rows, 2, width, 16), *[(rows, 2, slots, 16)] * 4]
+    low = [(torch.randn(shape) * 3).bfloat16().requires_grad_() for shape in shapes]
+    pull = torch.randn(shapes[0]).bfloat16()
+
+    def gradients(leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        mask = anchor_mask(positions, width, 2, leaves[0].dtype)
+        own = list(zip(leaves[3::2], leaves[4::2], strict=True))
+        return torch.autograd.grad(anchored_attention(*leaves[:3], own, mask), leaves, pull.to(leaves[0].dtype))
+
+    exact = gradients([tensor.detach().double().requires_grad_() for tensor in low])
+    for got, want in zip(gradients(low), exact, strict=True):
+        assert float((got.double() - want).norm() / want.norm()) < 0.01
