@@ -223,8 +223,8 @@ class Eagle3Head(Head):
     def _heads(self, qkv: Tensor, positions: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """qkv: n W, positions: n -> rotated queries [n heads d], rotated keys and values [n kv_heads d]."""
         config = self.config
-        half = config.head_dim // 2  # both halves of a head turn by the same angles
-        cos, sin = (angle[0, 0, :, None, :half] for angle in rotary(positions[None], qkv.dtype))  # n 1 d/2
+        half = config.head_dim // 2  # both halves of a head turn by the same angles; the second's are not signed
+        cos, sin = (angle[0, ..., half:] for angle in rotary(positions[None], qkv.dtype))  # n 1 d/2
         return rotated_heads(qkv, cos, sin, config.num_heads, config.num_kv_heads)
 
     def drafter(self, parts: FrozenParts, policy: Any = None) -> Drafter:

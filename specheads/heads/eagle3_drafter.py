@@ -14,7 +14,6 @@ D draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +23,11 @@ from torch.nn import functional as F
 
 from specheads.heads.base import Drafter
 from specheads.heads.common import weights_version
-from specheads.modules.decoder_layer import attend, fold_groups
+from specheads.modules.decoder_layer import CachedLayer, Product, attend, fold_groups
 from specheads.modules.kv_cache import KVCache
+from specheads.modules.norm import normed
 from specheads.modules.packed_linear import pack_linear
-from specheads.modules.rotary import Rotary, rotate
+from specheads.modules.rotary import Rotary
 from specheads.tree.draft_tree import DraftTree
 from specheads.tree.dynamic import DynamicTree, best_children, next_beam, rerank
 from specheads.types import FeatureSpec, FrozenParts
@@ -36,7 +36,6 @@ from specheads.utils import InputError
 if TYPE_CHECKING:
     from specheads.heads.eagle3 import Eagle3Head
 
-Linear = Callable[[Tensor], Tensor]
 MIN_GAIN = 0.2  # until the caller knows what a pass costs here: measured best of 0.06 and 0.2 on two cores
 PASS_ROWS = 4  # rows of a usual pass, which packing is tuned for
 
@@ -48,12 +47,9 @@ class Eagle3Weights:
 
     version: tuple[Any, ...]
     dtype: torch.dtype
-    fc: Linear  # F -> H
-    qkv: Linear  # 2H -> W
-    o: Linear
-    gate_up: Linear
-    down: Linear
-    lm_head: Linear  # H -> D
+    fc: Product  # F -> H
+    layer: CachedLayer
+    lm_head: Product  # H -> D
     ids: Tensor  # D: target id of every draft id
 
     @classmethod
@@ -64,7 +60,7 @@ class Eagle3Weights:
         if previous is not None and previous.version == version:
             return previous
 
-        def packed(weight: Tensor, gains: Tensor | None = None) -> Linear:
+        def packed(weight: Tensor, gains: Tensor | None = None) -> Product:
             weight = weight.detach() if gains is None else weight.detach() * gains.detach()
             return pack_linear(weight.to(device, dtype), PASS_ROWS)
 
@@ -74,10 +70,13 @@ class Eagle3Weights:
             version,
             dtype,
             packed(head.fc.weight, features),
-            packed(layer.attention.qkv_proj.weight, torch.cat([head.embed_norm.weight, head.hidden_norm.weight])),
-            packed(layer.attention.o_proj.weight),
-            packed(layer.mlp.gate_up_proj.weight, layer.post_attention_norm.weight),
-            packed(layer.mlp.down_proj.weight),
+            CachedLayer(
+                layer.attention.shape,
+                packed(layer.attention.qkv_proj.weight, torch.cat([head.embed_norm.weight, head.hidden_norm.weight])),
+                packed(layer.attention.o_proj.weight),
+                packed(layer.mlp.gate_up_proj.weight, layer.post_attention_norm.weight),
+                packed(layer.mlp.down_proj.weight),
+            ),
             packed(head.lm_head.weight, head.norm.weight),
             head.vocab.ids.to(device),
         )
@@ -197,7 +196,7 @@ class Eagle3Drafter(Drafter):
             lines = lines.gather(1, parent[:, :, None].expand(-1, -1, used))
             own = torch.eye(nodes, dtype=torch.bool, device=root.device).expand(rows, -1, -1)
             lines = torch.cat([lines, own], dim=2)
-            cos, sin = (angle[:, :, level - 1 : level] for angle in angles)
+            cos, sin = (angle[:, level - 1 : level] for angle in angles)
             queries, keys, values = self._project(tokens.gather(1, beam), state, cos, sin)
             keys, values = self._scratch(used, keys, values)
             used += nodes
@@ -212,37 +211,27 @@ class Eagle3Drafter(Drafter):
         all_tokens, all_scores, all_parents = (torch.cat(column, dim=1) for column in zip(*pool, strict=True))
         return rerank(root, all_tokens, all_scores, all_parents, policy.total_nodes)
 
-    def _normed(self, x: Tensor) -> Tensor:
-        """RMS norm over the last dimension without its gain, which the next product holds."""
-        return F.rms_norm(x, x.shape[-1:], None, self.config.rms_norm_eps)  # statistics in fp32
-
     def _fuse(self, features: Tensor) -> Tensor:
         """features [B P F] -> g [B P H]."""
         features = features.to(self.weights.dtype)
         if self.config.feature_norm:
-            features = self._normed(features.unflatten(-1, (len(self.config.layer_ids), -1))).flatten(-2)
+            layers = features.unflatten(-1, (len(self.config.layer_ids), -1))
+            features = normed(layers, self.config.rms_norm_eps).flatten(-2)
         return self.weights.fc(features)
 
     def _project(self, tokens: Tensor, state: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens: B N, state: B N H -> rotated queries [B heads N d], rotated keys and values [B kv_heads N d]."""
-        config = self.config
-        turned = config.num_heads + config.num_kv_heads
+        """tokens: B N, state: B N H -> queries, keys and values of ``CachedLayer.project``."""
         both = torch.stack([self.parts.embed_tokens(tokens).to(state.dtype), state], dim=2)  # B N 2 H
-        qkv = self.weights.qkv(self._normed(both).flatten(2))
-        heads = qkv.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
-        rotated = rotate(heads[:, :turned], cos, sin)
-        return rotated[:, : config.num_heads], rotated[:, config.num_heads :], heads[:, turned:]
+        return self.weights.layer.project(normed(both, self.config.rms_norm_eps).flatten(2), cos, sin)
 
     def _finish(
         self, state: Tensor, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The rest of the layer for N queries. mask: B N T -> pre-norm output [B N H], log-probabilities [B N D]."""
-        weights = self.weights
         folded = fold_groups(mask, self.config.num_heads // self.config.num_kv_heads)
-        state = state + weights.o(attend(queries, keys, values, folded))
-        gate, up = weights.gate_up(self._normed(state)).chunk(2, dim=-1)
-        state = state + weights.down(F.silu(gate) * up)
-        return state, F.log_softmax(weights.lm_head(self._normed(state)).float(), dim=-1)
+        state = self.weights.layer.finish(state, attend(queries, keys, values, folded))
+        logits = self.weights.lm_head(normed(state, self.config.rms_norm_eps))
+        return state, F.log_softmax(logits.float(), dim=-1)
 
     def _committed(self) -> Tensor:
         """B width bool: columns that hold a committed position."""

@@ -1,19 +1,24 @@
-"""The weights of a Llama-family decoder layer, with fused projections, and grouped-query attention.
+"""The decoder layer of the Llama family: what EAGLE-3 drafts with, and what the lean target is made of.
 
-The EAGLE-3 head holds one such layer; its training step and its drafter run it in the forms that each needs (anchored
-attention, packed weights). ``attend`` and ``fold_groups`` serve every cached forward, the lean target's too.
+``DecoderLayer`` holds trainable weights. ``CachedLayer`` is the form that decoding runs, over packed products of
+whatever weights: those of a target's layer or those of a draft. Training-time test runs the same weights in a form of
+its own (``modules.anchored_attention``, ``modules.trained_ops``).
 
-Legend: B rows, N new positions, T keys (cached and new), H hidden size, I MLP width.
+Legend: B rows, N new positions, T keys (cached and new), H hidden size, W = (heads + 2 kv_heads) x head_dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specheads.modules.norm import RMSNorm
+from specheads.modules.norm import RMSNorm, normed
+from specheads.modules.rotary import turn
+
+Product = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,17 +40,44 @@ def fold_groups(mask: Tensor, groups: int) -> Tensor:
     return mask[:, None, None].expand(rows, 1, groups, nodes, keys).reshape(rows, 1, groups * nodes, keys)
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, folded_mask: Tensor | None) -> Tensor:
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, folded_mask: Tensor | None, scale: float | None = None
+) -> Tensor:
     """Grouped-query attention without copies of the keys: the query heads of a group become rows of one head.
 
-    queries: B heads N head_dim; keys, values: B kv_heads T head_dim; folded_mask: of ``fold_groups`` (True = attend),
-    None = all. Returns B N (heads head_dim).
+    queries: B heads N head_dim; keys, values: B kv_heads T head_dim; folded_mask: of ``fold_groups`` (True = attend, or
+    additive), None = all; scale: None = head_dim ** -0.5. Returns B heads N head_dim.
     """
     rows, heads, nodes, head_dim = queries.shape
     kv_heads = keys.shape[1]
     folded = queries.reshape(rows, kv_heads, heads // kv_heads * nodes, head_dim)
-    out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=folded_mask)
-    return out.reshape(rows, heads, nodes, head_dim).transpose(1, 2).reshape(rows, nodes, heads * head_dim)
+    return F.scaled_dot_product_attention(folded, keys, values, folded_mask, scale=scale).view(queries.shape)
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """A decoder layer but for its attention, which the caller runs over a cache."""
+
+    shape: LayerShape
+    qkv: Product  # [..., H] (2H in EAGLE-3) -> W
+    output: Product  # heads head_dim -> H
+    gate_up: Product  # H -> 2 x MLP width
+    down: Product  # MLP width -> H
+    mlp_norm: Tensor | None = None  # H; None: ``gate_up`` holds it
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x: B N H, normed; cos, sin: of ``modules.rotary`` -> rotated queries [B heads N head_dim], rotated keys and
+        plain values [B kv_heads N head_dim]."""
+        heads, turned = self.shape.num_heads, self.shape.num_heads + self.shape.num_kv_heads
+        qkv = self.qkv(x).unflatten(-1, (-1, self.shape.head_dim))  # B N heads d
+        rotated = turn(qkv[:, :, :turned], cos, sin).transpose(1, 2)
+        return rotated[:, :heads], rotated[:, heads:], qkv[:, :, turned:].transpose(1, 2)
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """hidden: B N H; attended: B heads N head_dim -> hidden + attention + MLP [B N H]."""
+        hidden = hidden + self.output(attended.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(normed(hidden, self.shape.rms_norm_eps, self.mlp_norm)).chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up)).add_(hidden)
 
 
 class Attention(nn.Module):
@@ -67,14 +99,9 @@ class MLP(nn.Module):
         self.gate_up_proj = nn.Linear(shape.hidden_size, 2 * shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., H] -> [..., H]."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
-
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP with the norm between them; the caller prepares (and norms) what attention reads."""
+    """Trainable weights of attention and MLP with the norm between them."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()

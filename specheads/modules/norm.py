@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -11,6 +12,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * (wide * scale).to(x.dtype)
+
+
+def normed(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+    """``rms_norm`` to the last bit, in two operators, for decoding. No weight: the next product holds it."""
+    out = F.rms_norm(x, x.shape[-1:], None, eps)  # statistics in fp32, rounded before the weight is applied
+    return out if weight is None else out.mul_(weight)
 
 
 class RMSNorm(nn.Module):

@@ -33,10 +33,15 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: Mapping[str, objec
     return frequencies / factor * (1 - blend) + frequencies * blend
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [B heads N head_dim] by the angles of its positions (cos, sin: B 1 N head_dim)."""
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn x [B N heads head_dim] by the angles of its positions. cos, ``signed`` sin: B N 1 head_dim."""
+    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
+
+
+def signed(sin: Tensor) -> Tensor:
+    """sin [..., head_dim] with its first half negated: a roll of x then does for the half-rotation."""
+    half = sin.shape[-1] // 2
+    return torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
 
 
 class Rotary(nn.Module):
@@ -56,7 +61,7 @@ class Rotary(nn.Module):
         return self
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions: B N -> cos, sin: B 1 N head_dim in ``dtype`` (angles in fp32)."""
-        angles = positions[:, None, :, None].float() * self.inverse.float()
+        """positions: B N -> cos, ``signed`` sin: B N 1 head_dim in ``dtype`` (angles in fp32)."""
+        angles = positions[:, :, None, None].float() * self.inverse.float()
         angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return angles.cos().to(dtype), signed(angles.sin()).to(dtype)

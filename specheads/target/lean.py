@@ -10,7 +10,7 @@ F = H x captured layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from specheads.modules.decoder_layer import fold_groups
+from specheads.modules.decoder_layer import CachedLayer, LayerShape, Product, attend, fold_groups
 from specheads.modules.kv_cache import KVCache
+from specheads.modules.norm import normed
 from specheads.modules.packed_linear import pack_linear
+from specheads.modules.rotary import signed
 from specheads.target import mask as masks
 from specheads.target.adapter import Target, check_room
 from specheads.types import FrozenParts, TargetConfig
@@ -30,25 +32,19 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on t
 PACK_LIMIT = 2 * 1024**3  # bytes of weights that are held a second time, packed
 PACKED_ROWS = 16
 
-Product = Callable[[Tensor], Tensor]
-
 
 class LeanLayer(NamedTuple):
-    """What one decoder layer multiplies with."""
+    """One decoder layer of the target."""
 
     input_norm: Tensor  # H
-    qkv: Product  # H -> (heads + 2 kv_heads) d
-    output: Product  # heads d -> H
-    mlp_norm: Tensor  # H
-    gate_up: Product  # H -> 2 x MLP width
-    down: Product  # MLP width -> H
+    run: CachedLayer
 
 
 class Attention(NamedTuple):
     """What all layers of one forward share."""
 
     cos: Tensor  # B N 1 d
-    sin: Tensor  # B N 1 d, the first half negated
+    sin: Tensor  # B N 1 d, signed
     folded_mask: Tensor | None  # B 1 (groups N) T, additive; None: every key is seen
     causal: bool  # plain causal over the new tokens alone, no mask needed
     cache: KVCache | None
@@ -95,6 +91,15 @@ class LeanTarget(Target):
         size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         self.packed = pack and self.device.type == "cpu" and size <= PACK_LIMIT
         decoder: Any = model.get_decoder()
+        self._eps = float(model.config.rms_norm_eps)
+        self._shape = LayerShape(
+            config.hidden_size,
+            int(model.config.intermediate_size),
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            self._eps,
+        )
         with torch.no_grad():
             self._layers = [self._fuse(layer) for layer in decoder.layers]
             projection: Any = model.get_output_embeddings()
@@ -102,7 +107,6 @@ class LeanTarget(Target):
         self._embedding: Tensor = decoder.embed_tokens.weight
         self._rotary: nn.Module = decoder.rotary_emb
         self._norm_weight: Tensor = decoder.norm.weight
-        self._eps = float(model.config.rms_norm_eps)
         self._scale = float(decoder.layers[0].self_attn.scaling)
 
     def _product(self, weight: Tensor, bias: Tensor | None) -> Product:
@@ -112,14 +116,15 @@ class LeanTarget(Target):
 
     def _fuse(self, layer: Any) -> LeanLayer:
         attention, mlp = layer.self_attn, layer.mlp
-        return LeanLayer(
-            layer.input_layernorm.weight,
+        products = CachedLayer(
+            self._shape,
             self._product(*_join(attention.q_proj, attention.k_proj, attention.v_proj)),
             self._product(attention.o_proj.weight, attention.o_proj.bias),
-            layer.post_attention_layernorm.weight,
             self._product(*_join(mlp.gate_proj, mlp.up_proj)),
             self._product(mlp.down_proj.weight, mlp.down_proj.bias),
+            layer.post_attention_layernorm.weight,
         )
+        return LeanLayer(layer.input_layernorm.weight, products)
 
     def _run(
         self,
@@ -141,7 +146,7 @@ class LeanTarget(Target):
         return [captured[layer] for layer in layer_ids], hidden
 
     def _output(self, last: Tensor) -> Tensor:
-        return self._head(self._rms_norm(last, self._norm_weight))
+        return self._head(normed(last, self._eps, self._norm_weight))
 
     def _attention(
         self, hidden: Tensor, positions: Tensor | None, cache: KVCache | None, tree_mask: Tensor | None
@@ -156,8 +161,6 @@ class LeanTarget(Target):
             positions = torch.arange(nodes, device=device)[None]
             positions = positions if cache is None else cache.lengths[:, None] + positions
         cos, sin = self._rotary(hidden, positions)  # B N d, or 1 N d
-        half = sin.shape[-1] // 2
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
         causal = tree_mask is None and width == 0 and nodes > 1
         folded = None
         # the single new token of a lone row sees every column; other steps need to be told
@@ -166,38 +169,24 @@ class LeanTarget(Target):
             visible = new if cache is None else cache.visible(new)
             groups = self.config.num_heads // self.config.num_kv_heads
             folded = fold_groups(masks.additive(visible, hidden.dtype)[:, 0], groups)
-        return Attention(cos[:, :, None], sin[:, :, None], folded, causal, cache)
+        return Attention(cos[:, :, None], signed(sin)[:, :, None], folded, causal, cache)
 
     def _run_layer(self, index: int, layer: LeanLayer, hidden: Tensor, shared: Attention) -> Tensor:
         """B N H -> B N H: hidden + attention + MLP."""
-        rows, nodes, _ = hidden.shape
-        heads, kv_heads, head_dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        turned = heads + kv_heads
-        qkv = layer.qkv(self._rms_norm(hidden, layer.input_norm)).view(rows, nodes, turned + kv_heads, head_dim)
-        pairs = qkv[:, :, :turned]
-        rotated = (pairs * shared.cos).add_(pairs.roll(head_dim // 2, -1).mul_(shared.sin)).transpose(1, 2)
-        queries, keys, values = rotated[:, :heads], rotated[:, heads:], qkv[:, :, turned:].transpose(1, 2)
+        normal = normed(hidden, self._eps, layer.input_norm)
+        queries, new_keys, new_values = layer.run.project(normal, shared.cos, shared.sin)
+        keys, values = new_keys, new_values
         if shared.cache is not None:
-            keys, values = shared.cache.write(index, keys, values)
-        if shared.folded_mask is None:  # the call that the stock model makes here, for the same bits
-            if shared.causal:  # the new tokens are all there is; as a view into the cache they would read slower
-                keys, values = rotated[:, heads:], qkv[:, :, turned:].transpose(1, 2)
-            mixed = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=shared.causal, scale=self._scale, enable_gqa=heads != kv_heads
-            )
-        else:
-            # the query heads of a group become rows of one head, so keys and values are never copied
-            folded = queries.reshape(rows, kv_heads, heads // kv_heads * nodes, head_dim)
-            mixed = F.scaled_dot_product_attention(folded, keys, values, shared.folded_mask, scale=self._scale)
-            mixed = mixed.view(rows, heads, nodes, head_dim)
-        mixed = mixed.transpose(1, 2).reshape(rows, nodes, heads * head_dim)
-        hidden = hidden + layer.output(mixed)
-        gate, up = layer.gate_up(self._rms_norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
-        return layer.down(F.silu(gate).mul_(up)).add_(hidden)
-
-    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """As ``modules.norm.rms_norm`` to the last bit, in one operator: rounded before the weight is applied."""
-        return F.rms_norm(x, x.shape[-1:], None, self._eps).mul_(weight)
+            keys, values = shared.cache.write(index, new_keys, new_values)
+        if shared.folded_mask is not None:
+            return layer.run.finish(hidden, attend(queries, keys, values, shared.folded_mask, self._scale))
+        if shared.causal:  # the new tokens are all there is; as a view into the cache they would read slower
+            keys, values = new_keys, new_values
+        grouped = self.config.num_heads != self.config.num_kv_heads
+        attended = F.scaled_dot_product_attention(  # the call that the stock model makes here, for the same bits
+            queries, keys, values, is_causal=shared.causal, scale=self._scale, enable_gqa=grouped
+        )
+        return layer.run.finish(hidden, attended)
 
 
 def _join(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:

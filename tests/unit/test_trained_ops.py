@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specheads.modules.anchored_attention import anchor_mask, anchored_attention, concatenated_attention
 from specheads.modules.norm import rms_norm
-from specheads.modules.rotary import Rotary, rotate
+from specheads.modules.rotary import Rotary, turn
 from specheads.modules.trained_ops import rotated_heads, trained_rms_norm, trained_swiglu
 
 Own = list[tuple[Tensor, Tensor]]
@@ -53,10 +53,9 @@ def test_rotated_heads() -> None:
     cos, sin = angles.cos(), angles.sin()
     assert torch.autograd.gradcheck(lambda x: rotated_heads(x, cos, sin, 3, 2), (qkv,))
     x = torch.randn(5, 7 * 6)
-    cos, sin = Rotary(6, 100.0)(torch.arange(5)[None], torch.float32)  # 1 1 5 6
-    queries, keys, values = rotated_heads(x, cos[0, 0, :, None, :3], sin[0, 0, :, None, :3], 3, 2)
-    heads = x.view(1, 5, 7, 6).transpose(1, 2)  # B heads N d
-    want = rotate(heads[:, :5], cos, sin)[0].transpose(0, 1)
+    cos, sin = Rotary(6, 100.0)(torch.arange(5)[None], torch.float32)  # 1 5 1 6
+    queries, keys, values = rotated_heads(x, cos[0, ..., 3:], sin[0, ..., 3:], 3, 2)
+    want = turn(x.view(1, 5, 7, 6)[:, :, :5], cos, sin)[0]
     assert torch.allclose(torch.cat([queries, keys], dim=1), want, atol=1e-6)
     assert torch.equal(values, x.view(5, 7, 6)[:, 5:])
 
