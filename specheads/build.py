@@ -15,7 +15,7 @@ from specheads.checkpoints import load_draft, read_files
 from specheads.checkpoints.io import resolve_folder, restore_replaced
 from specheads.config.load import recipe_of
 from specheads.config.record import run_record
-from specheads.config.schema import DecodingSection, Recipe, TargetSection, TrainingSection
+from specheads.config.schema import Recipe, TargetSection, TrainingSection
 from specheads.data.dataset import RowSource
 from specheads.data.tokenize import Encoded
 from specheads.decoding.baseline import PlainDecoder
@@ -29,7 +29,6 @@ from specheads.heads.base import Drafter, Head
 from specheads.modules.draft_vocab import choose_draft_ids
 from specheads.target.adapter import Target
 from specheads.target.load import load_target
-from specheads.tree.dynamic import DynamicTree
 from specheads.utils import InputError, write_json
 
 if TYPE_CHECKING:
@@ -261,13 +260,6 @@ def build_plain(target: Target) -> PlainDecoder:
     return PlainDecoder(target)
 
 
-def build_policy(section: DecodingSection, head: Head) -> Any:
-    """The tree limits of a recipe for a head of dynamic trees; None for others, whose checkpoint holds their tree."""
-    if head.name != "eagle3":
-        return None
-    return DynamicTree(section.tree_depth, section.tree_top_k, section.tree_nodes)
-
-
 def build_decoders(loaded: Loaded, names: Sequence[str]) -> dict[str, SpeculativeDecoder]:
     """Decoders by drafter: ``head``, ``lookup``, ``joined`` (both in one tree), sized by what forwards cost here.
 
@@ -276,7 +268,7 @@ def build_decoders(loaded: Loaded, names: Sequence[str]) -> dict[str, Speculativ
     """
     section, target, head = loaded.recipe.decoding, loaded.target, loaded.head
     costs = StepCosts.probe(target)
-    policy = build_policy(section, head)
+    policy = head.tree_policy(section.tree_depth, section.tree_top_k, section.tree_nodes)
 
     def lookup() -> Drafter:
         return NgramDrafter(section.lookup_max_match, section.lookup_min_match, section.lookup_drafts)

@@ -122,9 +122,9 @@ class DecodingSection(Section):
     lookup_max_match: int = Field(default=16, ge=1)
     lookup_min_match: int = Field(default=1, ge=1)
     lookup_drafts: int = Field(default=15, ge=1)
-    tree_depth: int = Field(default=5, ge=1, le=16)
-    tree_top_k: int = Field(default=4, ge=1)
-    tree_nodes: int = Field(default=16, ge=2)  # root included
+    tree_depth: int | None = Field(default=None, ge=1, le=16)  # none: 5 for EAGLE-3, every head for Medusa
+    tree_top_k: int | None = Field(default=None, ge=1)  # none: 4 for EAGLE-3, every measured rank for Medusa
+    tree_nodes: int = Field(default=16, ge=2)  # at most, root included (a Medusa head keeps its best 64 of training)
     max_new_tokens: int = Field(default=256, ge=1)
     temperature: float = Field(default=0.0, ge=0)  # 0 is greedy
     top_k: int = Field(default=0, ge=0)  # 0 is off

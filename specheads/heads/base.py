@@ -69,5 +69,10 @@ class Head(nn.Module, ABC):
         """Forward of the training loss. ``steps`` overrides the number of draft steps (evaluation)."""
 
     @abstractmethod
+    def tree_policy(self, depth: int | None, top_k: int | None, nodes: int) -> Any:
+        """The policy of this head's trees within limits: longest path, highest rank + 1 (None: the head's own), and
+        nodes, root included."""
+
+    @abstractmethod
     def drafter(self, parts: FrozenParts, policy: Any = None) -> Drafter:
         """A fresh drafter over these weights. ``policy``: a tree policy of this head's kind, None for its default."""

@@ -41,6 +41,7 @@ from specheads.modules.draft_vocab import DraftVocab
 from specheads.modules.norm import RMSNorm, rms_norm
 from specheads.modules.rotary import Rotary
 from specheads.modules.trained_ops import rotated_heads, trained_rms_norm, trained_swiglu
+from specheads.tree.dynamic import DynamicTree
 from specheads.types import FeatureSpec, FrozenParts, HeadInputs, StepOutput, TargetConfig
 
 
@@ -226,6 +227,10 @@ class Eagle3Head(Head):
         half = config.head_dim // 2  # both halves of a head turn by the same angles; the second's are not signed
         cos, sin = (angle[0, ..., half:] for angle in rotary(positions[None], qkv.dtype))  # n 1 d/2
         return rotated_heads(qkv, cos, sin, config.num_heads, config.num_kv_heads)
+
+    def tree_policy(self, depth: int | None, top_k: int | None, nodes: int) -> DynamicTree:
+        """See ``Head.tree_policy``."""
+        return DynamicTree(depth or DynamicTree.depth, top_k or DynamicTree.top_k, nodes)
 
     def drafter(self, parts: FrozenParts, policy: Any = None) -> Drafter:
         """See ``Head.drafter``. ``policy``: a ``DynamicTree``."""

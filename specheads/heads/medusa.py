@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from specheads.heads.base import Drafter, Head
 from specheads.heads.common import RANKS, TeacherRows, check_fields, check_options, soft_targets, working_dtype
-from specheads.heads.medusa_drafter import MedusaDrafter, MedusaWeights
+from specheads.heads.medusa_drafter import DEFAULT_PATHS, MedusaDrafter, MedusaWeights
 from specheads.losses import CHUNK_BYTES, Workspace, align, chunked_cross_entropy, nothing_learnt, step_output
 from specheads.modules.draft_vocab import DraftVocab
 from specheads.modules.res_block import ResBlock
+from specheads.tree.static import StaticTree, within
 from specheads.types import FeatureSpec, FrozenParts, HeadInputs, StepOutput, TargetConfig
 from specheads.utils import InputError
 
@@ -39,7 +40,7 @@ OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """Everything but the tensors. ``tree_paths``: the rank paths that measured best, None = not chosen yet."""
+    """Everything but the tensors. ``tree_paths``: the rank paths in order of measured gain, None = not yet."""
 
     hidden_size: int
     vocab_size: int
@@ -173,6 +174,11 @@ class MedusaHead(Head):
         if self.lm_heads:
             return [output.weight for output in self.lm_heads]  # type: ignore[misc]
         return [self._shared.gather(parts, None if self.vocab.is_full else self.vocab.ids, dtype)]
+
+    def tree_policy(self, depth: int | None, top_k: int | None, nodes: int) -> StaticTree:
+        """See ``Head.tree_policy``: the best of the measured paths that the limits allow."""
+        paths = self.config.tree_paths or DEFAULT_PATHS
+        return within(paths, depth or self.config.num_heads, top_k or self.vocab.size, nodes)
 
     def drafter(self, parts: FrozenParts, policy: Any = None) -> Drafter:
         """See ``Head.drafter``. ``policy``: a ``StaticTree``."""

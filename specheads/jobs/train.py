@@ -25,13 +25,14 @@ from specheads.jobs.screen import Progress, Screen
 from specheads.target.adapter import Target
 from specheads.training.launch import make_accelerator, share_dtype_probe
 from specheads.training.settings import TrainCallbacks, TrainResult
-from specheads.tree.static import best_tree
+from specheads.tree.static import best_paths
 from specheads.utils import InputError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 POLL_SECONDS = 1.0
+KEPT_NODES = 64  # of a static tree, root included: more than any step of a small batch pays for
 
 
 class Shown(TrainCallbacks):
@@ -165,14 +166,17 @@ def described(result: TrainResult) -> dict[str, Any]:
 def keep(recipe: Recipe, target: Target, best: Path, heldout: RowSource, goal: Path) -> Head:
     """The best training checkpoint as the run's checkpoint at ``goal`` (whole or not at all), its tree chosen."""
     head = load_draft(best, target.config)
-    choose_tree(head, target, heldout, recipe.decoding.tree_nodes)
+    measure_paths(head, target, heldout, max(recipe.decoding.tree_nodes, KEPT_NODES))
     save_native(goal, head, target.config, {"run": {**build.record(recipe, target), **build.trained_in(best)}})
     return head
 
 
 @torch.no_grad()
-def choose_tree(head: Head, target: Target, heldout: RowSource, nodes: int) -> None:
-    """For a head of static trees: the tree of ``nodes`` nodes that its hits by rank on held-out rows speak for."""
+def measure_paths(head: Head, target: Target, heldout: RowSource, nodes: int) -> None:
+    """For a head of static trees: the paths of ``nodes`` nodes that its hits by rank on held-out rows speak for.
+
+    Decoding takes the first of them that its own limits allow, so it may ask for less or more without training again.
+    """
     if not hasattr(head.config, "tree_paths"):
         return
     hits: Tensor | None = None
@@ -186,8 +190,8 @@ def choose_tree(head: Head, target: Target, heldout: RowSource, nodes: int) -> N
             judged = out.steps if judged is None else judged + out.steps
     if hits is None or judged is None or not int(judged.min()):
         return
-    tree = best_tree(hits.double() / judged.double()[:, None], nodes)
-    head.config = replace(head.config, tree_paths=tree.paths)
+    paths = best_paths(hits.double() / judged.double()[:, None], nodes)
+    head.config = replace(head.config, tree_paths=paths)
 
 
 def export(

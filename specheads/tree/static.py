@@ -13,8 +13,7 @@ Legend: B rows, N tree nodes (root included), K draft steps (heads), R ranks a s
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -119,18 +118,19 @@ class StaticTree:
         )
 
 
-def best_tree(
-    rank_accuracy: Sequence[Sequence[float]] | Tensor,
-    nodes: int,
-    milliseconds: Callable[[int], float] | None = None,
-    draft_ms: float = 0.0,
-) -> StaticTree:
+def within(paths: Iterable[Sequence[int]], depth: int, width: int, nodes: int) -> StaticTree:
+    """The first ``nodes`` - 1 of ``paths`` (in order of gain, parents first) that ``depth`` heads of ``width``
+    candidates can fill: the best tree of these limits, since the trees that ``best_paths`` grows are nested."""
+    fitting = [path for path in paths if len(path) <= depth and max(path) < width]
+    return StaticTree.of(fitting[: nodes - 1])
+
+
+def best_paths(rank_accuracy: Sequence[Sequence[float]] | Tensor, nodes: int) -> tuple[Path, ...]:
     """Greedy best-first search for the tree with the highest expected acceptance (Medusa, appendix on tree search).
 
     rank_accuracy: K R, [k][r] = how often head k's rank-r guess was the target's token; a node's value is the product
-    along its path. ``nodes``: the most nodes, root included. With ``milliseconds`` (a forward's time by nodes) the
-    size is the one that maximises expected tokens per millisecond, else it is ``nodes`` (less when the heads give
-    fewer, or when no remaining path has any value).
+    along its path. ``nodes``: the most nodes, root included (less when the heads give fewer, or when no remaining path
+    has any value). The paths come in order of gain, a parent before its children.
 
     Raises:
         InputError: nodes < 1, an empty table, or a table entry outside [0, 1].
@@ -144,18 +144,10 @@ def best_tree(
     frontier: list[tuple[float, Path]] = [(-value, (rank,)) for rank, value in enumerate(table[0])]
     heapq.heapify(frontier)
     chosen: list[Path] = []
-    best_size, best_rate, expected = nodes, -math.inf, 1.0
-    while True:
-        if milliseconds is not None:
-            rate = expected / (milliseconds(len(chosen) + 1) + draft_ms)
-            if rate > best_rate:
-                best_size, best_rate = len(chosen) + 1, rate
-        if len(chosen) + 1 >= nodes or not frontier or frontier[0][0] == 0:
-            break
+    while len(chosen) + 1 < nodes and frontier and frontier[0][0] < 0:
         value, path = heapq.heappop(frontier)
         chosen.append(path)
-        expected -= value
         if len(path) < len(table):
             for rank, accuracy in enumerate(table[len(path)]):
                 heapq.heappush(frontier, (value * accuracy, (*path, rank)))
-    return StaticTree(tuple(chosen[: best_size - 1]))
+    return tuple(chosen)

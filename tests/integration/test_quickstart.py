@@ -80,6 +80,9 @@ def test_everything_is_made_once(target: Path, tmp_path: Path, head: str) -> Non
         assert (tmp_path / name).stat().st_size > 0
     assert json.loads((tmp_path / "report.json").read_text())["training"]["steps"] == 4
     assert build.load_checkpoint(tmp_path / "export" / head, [f"target.name={target}"]).head.name == head
+    if head == "medusa":  # more paths than one tree takes, so that decoding may ask for more nodes
+        paths = json.loads((tmp_path / "checkpoint" / "config.json").read_text())["head_config"]["tree_paths"]
+        assert 16 <= len(paths) <= 63
     card = (tmp_path / "export" / head / "README.md").read_text()
     assert f"| tau | {first['overall']['tau']:.4g} |" in card
     # the drafter that measured fastest is what the checkpoint uses from now on

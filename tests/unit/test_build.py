@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,22 @@ def test_the_record_of_the_same_run_beside_a_checkpoint_counts(tmp_path: Path, t
     assert build.recipe_beside(out, ()).decoding.drafter == "lookup"
     write_run(tmp_path / "run", target.config.name, target.config.fingerprint, "lookup", kind="eagle3")
     assert build.recipe_beside(out, ()).decoding.drafter == "joined"  # another head's run
+
+
+def test_the_limits_of_the_recipe_hold_for_the_tree_of_a_medusa_checkpoint(tmp_path: Path, target: Target) -> None:
+    paths = ((0,), (0, 0), (1,), (0, 0, 0), (2,), (0, 1))  # in order of gain
+    head = build.build_head(recipe(Path(target.config.name)), target, [])
+    head.config = replace(head.config, tree_paths=paths)
+    out = export(head, target.config, target.parts, "native", tmp_path / "draft")
+
+    def nodes(*limits: str) -> tuple[tuple[int, ...], ...]:
+        loaded = build.load_checkpoint(out, [f"target.name={target.config.name}", "target.dtype=fp32", *limits])
+        drafter: Any = build.build_decoders(loaded, ["head"])["head"].make_drafter()
+        return drafter._head.drafter.tree.paths
+
+    assert nodes() == tuple(sorted(paths, key=lambda path: (len(path), path)))
+    assert nodes("decoding.tree_nodes=4") == ((0,), (1,), (0, 0))
+    assert nodes("decoding.tree_depth=2", "decoding.tree_top_k=2") == ((0,), (1,), (0, 0), (0, 1))
 
 
 def test_auto_is_chosen_once_and_recorded(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,6 +155,9 @@ def test_measured_tree_paths_travel_in_the_configuration() -> None:
     again.load_state_dict(head.state_dict())
     assert again.config == head.config
     assert again.drafter(parts).max_nodes == 4
+    assert again.tree_policy(None, None, 3).paths == ((0,), (1,))  # the first of them, as they were stored
+    assert again.tree_policy(1, None, 16).paths == ((0,), (1,))
+    assert again.tree_policy(None, 1, 16).paths == ((0,), (0, 0))
     assert head.feature_spec.layer_ids == again.feature_spec.layer_ids == (6,)
 
 

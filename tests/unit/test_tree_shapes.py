@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from specheads.tree.build import build_tree, check_tree, cut_depth, keep_nodes, lineage
 from specheads.tree.draft_tree import DraftTree
 from specheads.tree.dynamic import DynamicTree, best_children, next_beam, rerank
-from specheads.tree.static import StaticTree, best_tree
+from specheads.tree.static import StaticTree, best_paths, within
 from specheads.utils import InputError
 
 
@@ -59,22 +59,34 @@ def slow_search(table: list[list[float]], nodes: int) -> float:
 
 @given(st.lists(st.lists(st.floats(0.01, 1), min_size=1, max_size=3), min_size=1, max_size=3), st.integers(1, 30))
 @settings(max_examples=50, deadline=None)
-def test_best_tree_takes_the_most_valuable_nodes(table: list[list[float]], nodes: int):
-    tree = best_tree(table, nodes)
-    value = sum(math.prod(table[level][rank] for level, rank in enumerate(path)) for path in tree.paths)
-    assert tree.size <= nodes
-    assert value == pytest.approx(slow_search(table, nodes), rel=1e-5)
+def test_the_best_paths_are_the_most_valuable_nodes(table: list[list[float]], nodes: int):
+    paths = best_paths(table, nodes)
+    values = [math.prod(table[level][rank] for level, rank in enumerate(path)) for path in paths]
+    assert values == pytest.approx(sorted(values, reverse=True))
+    assert StaticTree(paths).size <= nodes
+    assert sum(values) == pytest.approx(slow_search(table, nodes), rel=1e-5)
 
 
-def test_best_tree_weighs_the_cost_of_a_node():
-    table = [[0.5, 0.1], [0.5, 0.1]]
-    assert best_tree(table, 7, lambda q: 10.0).size == 7  # nodes are free: all of them
-    assert best_tree(table, 7, lambda q: 10.0 * q).size == 1  # a node costs a whole step
-    assert best_tree(table, 7, lambda q: 10.0 + (q - 1)).paths == ((0,), (0, 0))
-    assert best_tree([[0.5, 0.0]], 9).paths == ((0,),)  # nothing that was never right
+@given(
+    st.lists(st.lists(st.floats(0.01, 1), min_size=3, max_size=3), min_size=3, max_size=3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 30),
+)
+@settings(max_examples=50, deadline=None)
+def test_the_first_paths_within_limits_are_the_best_tree_of_these_limits(
+    table: list[list[float]], depth: int, width: int, nodes: int
+):
+    tree = within(best_paths(table, 40), depth, width, nodes)
+    assert tree == StaticTree(best_paths([row[:width] for row in table[:depth]], nodes))
+
+
+def test_best_paths_hold_nothing_that_was_never_right_and_refuse_what_is_no_table():
+    assert best_paths([[0.5, 0.0]], 9) == ((0,),)
+    assert best_paths([[0.6, 0.4], [0.5, 0.1]], 4) == ((0,), (1,), (0, 0))
     for bad in ([], [[]], [[1.5]]):
         with pytest.raises(InputError, match="rank_accuracy"):
-            best_tree(bad, 4)
+            best_paths(bad, 4)
 
 
 def test_check_tree_accepts_and_refuses():

@@ -93,6 +93,9 @@ class TinyHead(Head):
         hits, joints, judged = torch.stack(numbers, dim=1)
         return StepOutput(loss, count, hits, joints, judged)
 
+    def tree_policy(self, depth: int | None, top_k: int | None, nodes: int) -> Any:
+        raise NotImplementedError
+
     def drafter(self, parts: FrozenParts, policy: Any = None) -> Drafter:
         raise NotImplementedError
 
