@@ -101,7 +101,7 @@ def build_settings(section: TrainingSection, seed: int, heldout_rows: int, dtype
     """The trainer's settings, with the dtype that was chosen."""
     from specheads.training.settings import TrainSettings
 
-    values = section.model_dump(exclude={"dtype"})
+    values = section.model_dump(exclude={"dtype", "trackers"})
     return TrainSettings(**values, dtype=dtype_name(dtype), seed=seed, eval_rows=heldout_rows)
 
 

@@ -95,6 +95,7 @@ class TrainingSection(Section):
     eval_every: int = Field(default=200, ge=1)
     eval_draft_steps: int | None = Field(default=7, ge=1)  # of the simulated acceptance; none: the head's own
     keep_checkpoints: int = Field(default=3, ge=1)  # newest ones, beside the best
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()  # get the recipe and metrics.jsonl's numbers
 
     @model_validator(mode="after")
     def _has_a_budget(self) -> TrainingSection:

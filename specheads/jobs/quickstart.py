@@ -29,6 +29,7 @@ from specheads.jobs.screen import Screen
 from specheads.jobs.stages import Stages, clear, file_digest, fingerprint
 from specheads.jobs.train import described, export, keep, prepare, run_trainer
 from specheads.target.adapter import Target
+from specheads.training.launch import check_trackers, make_accelerator
 from specheads.utils import InputError
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -147,11 +148,10 @@ class Quickstart:
 
     def train(self, recipe: Recipe, name: str) -> dict[str, Any]:
         """Features and training, in a folder of its own for every set of inputs (an interrupted one is continued)."""
-        from specheads.training.launch import make_accelerator
-
+        accelerator = make_accelerator(trackers=recipe.training.trackers, folder=self.folder / "training")
         rows, head, sources = prepare(recipe, self.target, self.screen)
         folder = self.folder / "training" / name
-        result = run_trainer(recipe, self.target, head, sources, folder, self.screen, make_accelerator())
+        result = run_trainer(recipe, self.target, head, sources, folder, self.screen, accelerator)
         keep(recipe, self.target, result.best, sources[1], self.folder / build.CHECKPOINT)
         build.write_record(self.folder, recipe, self.target)
         tau = f", held-out chain τ {result.best_tau:.2f}" if result.best_tau is not None else ""
@@ -193,10 +193,11 @@ def run(recipe: Recipe, screen: Screen, *, fresh: bool = False) -> dict[str, Any
     """The whole quickstart; JSON-able report.
 
     Raises:
-        InputError: an unusable target, a full disk, ``fresh`` over other files, or tokens not the target's own.
+        InputError: an unusable target or tracker, a full disk, ``fresh`` over other files, tokens not the target's own.
     """
     start = time.perf_counter()
     folder = Path(recipe.output_dir)
+    check_trackers(recipe.training.trackers)  # before minutes are spent
     if fresh:
         clear(folder, MADE)
     with screen.stage("target"):

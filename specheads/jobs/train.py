@@ -23,7 +23,7 @@ from specheads.heads.base import Head
 from specheads.jobs.data import Rows, features, gather_rows
 from specheads.jobs.screen import Progress, Screen
 from specheads.target.adapter import Target
-from specheads.training.launch import make_accelerator, share_dtype_probe
+from specheads.training.launch import make_accelerator, share_dtype_probe, tracking
 from specheads.training.settings import TrainCallbacks, TrainResult
 from specheads.tree.static import best_paths
 from specheads.utils import InputError
@@ -69,9 +69,9 @@ def train(recipe: Recipe, screen: Screen) -> dict[str, Any]:
     Raises:
         InputError: anything wrong with the recipe, its files, or the launch.
     """
-    accelerator = make_accelerator()
-    share_dtype_probe(accelerator)
     folder = Path(recipe.output_dir)
+    accelerator = make_accelerator(trackers=recipe.training.trackers, folder=folder)
+    share_dtype_probe(accelerator)
     with screen.stage("target"):
         target = build.build_target(recipe.target)
     screen.line(f"  {target.describe()}")
@@ -146,9 +146,14 @@ def run_trainer(
     screen.line(f"head: {recipe.head.type}, {trained:,} trained parameters, features of layers {_layers(head)}")
     choice = build.training_dtype(recipe.training, accelerator.device, folder)
     screen.line(f"  trained in {dtype_name(choice.dtype)}: {choice.reason}")
-    with screen.stage("training") as progress:
+    with screen.stage("training") as progress, tracking(accelerator, tracked(recipe)):
         trainer = build.build_trainer(recipe, target, head, *sources, accelerator, folder, Shown(progress))
         return trainer.run()
+
+
+def tracked(recipe: Recipe) -> dict[str, Any]:
+    """What a tracker is told of a run: the sections of its resolved recipe, nothing of machine, user or environment."""
+    return {name: value for name, value in recipe.resolved().items() if isinstance(value, dict)}
 
 
 def described(result: TrainResult) -> dict[str, Any]:

@@ -12,11 +12,13 @@ import atexit
 import gc
 import os
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import ProjectConfiguration, broadcast_object_list
 
 from specheads.hardware import adopt_dtype, choose_dtype
@@ -27,18 +29,18 @@ MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def make_accelerator(
-    *, cpu: bool | None = None, trackers: tuple[str, ...] = (), project_dir: str | os.PathLike[str] | None = None
+    *, cpu: bool | None = None, trackers: Sequence[str] = (), folder: str | os.PathLike[str] | None = None
 ) -> Accelerator:
     """The Accelerator of this process. Call it once, before anything else touches accelerate.
 
-    ``cpu``: None = the CPU where no GPU is present. ``trackers``: names accelerate knows (``"tensorboard"``,
-    ``"wandb"``); they write under ``project_dir``. Precision is the trainer's own business (autocast), so the
-    launcher's ``mixed_precision`` is not used.
+    ``cpu``: None = the CPU where no GPU is present. ``trackers``: see ``tracking``; those that write files do so under
+    ``folder``. Precision is the trainer's own business (autocast), so the launcher's ``mixed_precision`` is not used.
 
     Raises:
         InputError: the launcher asked for more processes than this run would really have, for more processes on this
-            machine than it has GPUs, or for sharded training (FSDP, DeepSpeed).
+            machine than it has GPUs, or for sharded training (FSDP, DeepSpeed); see ``check_trackers``.
     """
+    check_trackers(trackers)
     on_cpu = not torch.cuda.is_available() if cpu is None else cpu
     check_launch(os.environ, gpus=0 if on_cpu else torch.cuda.device_count())
     asked = max(int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", *MPI_SIZES))
@@ -46,7 +48,7 @@ def make_accelerator(
         cpu=on_cpu,
         mixed_precision="no",
         log_with=list(trackers) or None,
-        project_config=ProjectConfiguration(project_dir=None if project_dir is None else str(Path(project_dir))),
+        project_config=ProjectConfiguration(project_dir=None if folder is None else str(folder)),
     )
     if accelerator.num_processes != asked:
         raise InputError(
@@ -57,6 +59,36 @@ def make_accelerator(
     if on_cpu and accelerator.num_processes > 1:
         atexit.register(leave_group)
     return accelerator
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse trackers whose package is not there: accelerate itself would leave them out without a word.
+
+    Raises:
+        InputError: the first of them.
+    """
+    for name in names:
+        if name not in map(str, get_available_trackers()):
+            raise InputError(
+                f"training.trackers: got {name}, whose package is not installed; pip install {name}, or drop it "
+                "(metrics.jsonl holds the same numbers)"
+            )
+
+
+@contextmanager
+def tracking(accelerator: Accelerator, config: Mapping[str, Any]) -> Iterator[None]:
+    """Open the accelerator's trackers, tell them ``config`` (sections of keys), and close them whatever happens.
+
+    The process group stays, unlike with ``end_training``: the caller may still need it.
+    """
+    flat = {f"{section}.{key}": str(value) for section, keys in config.items() for key, value in keys.items()}
+    accelerator.init_trackers("specheads", config=flat)
+    try:
+        yield
+    finally:
+        for tracker in accelerator.trackers:
+            tracker.finish()
+        accelerator.trackers.clear()
 
 
 def share_dtype_probe(accelerator: Accelerator) -> None:

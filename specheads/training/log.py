@@ -45,8 +45,6 @@ class TrainLog:
                 if entry.get("step", 0) <= step and step:
                     kept.append(line)
         write_text(self.path, "".join(line + "\n" for line in kept))
-        if getattr(self.accelerator, "log_with", None):
-            self.accelerator.init_trackers("specheads", config={k: str(v) for k, v in settings.items()})
         self.callbacks.on_start({"step": step, "max_steps": max_steps, "settings": settings})
 
     def line(self, step: int, max_steps: int | None, elapsed: float, numbers: dict[str, Any]) -> None:
@@ -79,11 +77,6 @@ class TrainLog:
         if self.main:
             self._write("save", {"step": step, "folder": folder.name, "is_best": is_best})
             self.callbacks.on_save(step, folder, is_best)
-
-    def end(self) -> None:
-        """Close the trackers (the process group stays: the caller may still need it)."""
-        for tracker in self.accelerator.trackers:
-            tracker.finish()
 
     def _write(self, kind: str, entry: dict[str, Any]) -> None:
         try:

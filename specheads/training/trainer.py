@@ -276,7 +276,6 @@ class Trainer:
                 evaluate=done or self.step % settings.eval_every == 0,
                 save=done or self.step % settings.save_every == 0,
             )
-        self.log.end()
         return self.result()
 
     def result(self) -> TrainResult:

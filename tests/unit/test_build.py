@@ -18,7 +18,7 @@ from specheads.config.schema import Recipe
 from specheads.hardware import DtypeChoice
 from specheads.heads.base import Head
 from specheads.jobs.screen import NoScreen
-from specheads.jobs.train import train
+from specheads.jobs.train import tracked, train
 from specheads.target.adapter import Target
 from specheads.utils import InputError
 from tests.fakes import byte_tokenizer, save_tiny_folder
@@ -137,6 +137,25 @@ def test_the_limits_of_the_recipe_hold_for_the_tree_of_a_medusa_checkpoint(tmp_p
     assert nodes() == tuple(sorted(paths, key=lambda path: (len(path), path)))
     assert nodes("decoding.tree_nodes=4") == ((0,), (1,), (0, 0))
     assert nodes("decoding.tree_depth=2", "decoding.tree_top_k=2") == ((0,), (1,), (0, 0), (0, 1))
+
+
+def test_the_trackers_of_a_recipe_are_told_its_sections(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = recipe(folder, training={"max_steps": 1, "trackers": ["wandb"]}, output_dir=str(tmp_path / "run"))
+    asked: list[Any] = []
+
+    def make(**options: Any) -> Any:
+        asked.append(options)
+        raise InputError("enough")
+
+    monkeypatch.setattr("specheads.jobs.train.make_accelerator", make)
+    with pytest.raises(InputError, match="enough"):
+        train(wanted, NoScreen())
+    assert asked == [{"trackers": ("wandb",), "folder": tmp_path / "run"}]
+    told = tracked(wanted)
+    assert told["training"] == wanted.resolved()["training"]
+    assert set(told) == {"target", "head", "data", "training", "evaluation", "decoding", "export"}
 
 
 def test_auto_is_chosen_once_and_recorded(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

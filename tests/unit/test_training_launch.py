@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from accelerate import tracking
+from accelerate.tracking import GeneralTracker
+from tiny_training import make_trainer
 
 from specheads import hardware
 from specheads.training import launch
@@ -81,6 +84,72 @@ def test_auto_is_what_the_main_process_measured(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(hardware, "_auto", {})
     launch.share_dtype_probe(SimpleNamespace(num_processes=2, is_main_process=True, device="cpu"))  # type: ignore[arg-type]
     assert sent == [None, mine]
+
+
+class FakeBoard(GeneralTracker):
+    """Stands for a tracker whose package is installed."""
+
+    name = "tensorboard"
+    requires_logging_directory = True
+    told: ClassVar[list[tuple[str, Any]]] = []
+
+    def __init__(self, run_name: str, logging_dir: str, **_: Any) -> None:
+        super().__init__()
+        self.told.append(("made", (run_name, Path(logging_dir))))
+
+    @property
+    def tracker(self) -> FakeBoard:
+        return self
+
+    def start(self) -> None: ...
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.told.append(("config", values))
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.told.append(("log", (step, values)))
+
+    def finish(self) -> None:
+        self.told.append(("finish", None))
+
+
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", FakeBoard)
+    monkeypatch.setattr(tracking, "_available_trackers", [tracking.LoggerType.TENSORBOARD])
+    monkeypatch.setattr(FakeBoard, "told", [])
+    return FakeBoard.told
+
+
+def test_a_tracker_gets_the_recipe_and_the_numbers_and_is_closed(board: list[tuple[str, Any]], tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=2, trackers=["tensorboard"])
+    with launch.tracking(trainer.accelerator, {"training": {"max_steps": 2}, "target": {"name": "tiny"}}):
+        trainer.run()
+    assert board[:2] == [
+        ("made", ("specheads", tmp_path)),
+        ("config", {"training.max_steps": "2", "target.name": "tiny"}),
+    ]
+    assert [what for what, _ in board].count("finish") == 1
+    assert board[-1][0] == "finish"
+    logged = [value for what, value in board if what == "log"]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [values["train/loss"] for _, values in logged if "train/loss" in values] == [
+        line["loss"] for line in lines if line["kind"] == "train"
+    ]
+    assert {step for step, _ in logged} == {1, 2}
+
+
+def test_a_tracker_is_closed_after_an_error_too(board: list[tuple[str, Any]], tmp_path: Path) -> None:
+    accelerator = launch.make_accelerator(cpu=True, trackers=["tensorboard"], folder=tmp_path)
+    with pytest.raises(InputError, match="stopped"), launch.tracking(accelerator, {}):
+        raise InputError("stopped")
+    assert board[-1][0] == "finish"
+
+
+def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "_available_trackers", [tracking.LoggerType.TENSORBOARD])
+    with pytest.raises(InputError, match=r"training\.trackers: got wandb, .*pip install wandb"):
+        launch.make_accelerator(cpu=True, trackers=["tensorboard", "wandb"])
 
 
 @pytest.mark.slow

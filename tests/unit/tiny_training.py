@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,11 @@ class Record(TrainCallbacks):
 
 
 def make_trainer(
-    out: Path, dataset: RowSource | None = None, callbacks: TrainCallbacks | None = None, **settings: Any
+    out: Path,
+    dataset: RowSource | None = None,
+    callbacks: TrainCallbacks | None = None,
+    trackers: Sequence[str] = (),
+    **settings: Any,
 ) -> Trainer:
     torch.manual_seed(7)
     values = {"max_steps": 12, "save_every": 4, "eval_every": 6, "eval_rows": 6, "log_every": 1, "warmup_steps": 2}
@@ -155,7 +160,7 @@ def make_trainer(
         dataset or TinyRows(),
         TinyRows(6, seed=1),
         TrainSettings(**{**values, **settings}),
-        make_accelerator(cpu=True),
+        make_accelerator(cpu=True, trackers=trackers, folder=out),
         out,
         target_config=TARGET,
         callbacks=callbacks,
