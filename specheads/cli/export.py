@@ -9,7 +9,6 @@ import typer
 
 from specheads.cli.console import Console, print_json
 from specheads.cli.options import Checkpoint, Json, Overrides
-from specheads.utils import InputError
 
 
 def run(
@@ -17,17 +16,16 @@ def run(
     format: Annotated[str, typer.Option(help="Dialect: native, medusa or eagle3.")],
     out: Annotated[str, typer.Option(help="Folder to write.")],
     overrides: Overrides = None,
-    dtype: Annotated[str, typer.Option(help="Of the tensors: bf16 or fp32.")] = "bf16",
+    dtype: Annotated[str | None, typer.Option(help="Of the tensors: bf16 or fp32 [export.dtype].")] = None,
     json: Json = False,
 ) -> None:
     """Write a checkpoint in another dialect, and read it back to be sure."""
-    from specheads.build import load_checkpoint, provenance
-    from specheads.jobs.train import export
+    from specheads.build import load_checkpoint
+    from specheads.jobs.export import export_checkpoint
 
     console = Console(json)
-    if dtype not in ("bf16", "fp32"):
-        raise InputError(f"--dtype: got {dtype!r}, expected bf16 or fp32")
-    loaded = load_checkpoint(checkpoint, overrides or ())
-    folder = export(loaded.head, loaded.target, format, Path(out), console, dtype, run=provenance(loaded.folder))
+    chosen = [f"export.dtype={dtype}"] if dtype else []
+    loaded = load_checkpoint(checkpoint, [*(overrides or ()), *chosen])
+    folder = export_checkpoint(loaded, format, Path(out), console)
     if json:
         print_json({"format": format, "folder": str(folder), "files": sorted(path.name for path in folder.iterdir())})

@@ -24,10 +24,11 @@ from specheads.evaluation.report import print_report
 from specheads.hardware import dtype_name
 from specheads.jobs import evaluate as evaluation
 from specheads.jobs.data import answers_file, live_prompts, write_answers
+from specheads.jobs.export import export
 from specheads.jobs.inspect import forward_rate
 from specheads.jobs.screen import Screen
 from specheads.jobs.stages import Stages, clear, file_digest, fingerprint
-from specheads.jobs.train import described, export, keep, prepare, run_trainer
+from specheads.jobs.train import described, keep, prepare, run_trainer
 from specheads.target.adapter import Target
 from specheads.training.launch import check_trackers, make_accelerator
 from specheads.utils import InputError
@@ -161,13 +162,11 @@ class Quickstart:
     def export(self, numbers: dict[str, Any]) -> dict[str, str]:
         """The checkpoint in the dialect of its head, what was measured on its card."""
         head = load_draft(self.folder / build.CHECKPOINT, self.target.config)
-        run = build.provenance(self.folder / build.CHECKPOINT)
-        return {
-            name: str(
-                export(head, self.target, name, self.folder / "export" / name, self.screen, numbers=numbers, run=run)
-            )
-            for name in self.recipe.export.formats
-        }
+        run, dtype = build.provenance(self.folder / build.CHECKPOINT), self.recipe.export.dtype
+        places = {name: self.folder / "export" / name for name in self.recipe.export.formats}
+        for name, out in places.items():
+            export(head, self.target, name, out, self.screen, dtype, numbers, run)
+        return {name: str(out) for name, out in places.items()}
 
     def loaded(self, recipe: Recipe) -> build.Loaded:
         """The checkpoint over the target at hand."""
@@ -226,7 +225,7 @@ def run(recipe: Recipe, screen: Screen, *, fresh: bool = False) -> dict[str, Any
     weights = {**identity, "checkpoint": file_digest(checkpoint / "model.safetensors")}
     settings = {**weights, "evaluation": values["evaluation"], "decoding": values["decoding"]}
     measured = work.stages.run("evaluate", settings, lambda: work.measure(paced))
-    card = {**weights, "formats": list(recipe.export.formats), "measured": fingerprint(measured["overall"])}
+    card = {**weights, "export": values["export"], "measured": fingerprint(measured["overall"])}
     exports = [folder / "export" / name for name in recipe.export.formats]
     work.stages.run("export", card, lambda: work.export(measured["overall"]), exports)
     exact = work.stages.run("fp32", settings, lambda: work.exactness(paced))

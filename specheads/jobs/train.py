@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from specheads import build
-from specheads.checkpoints import export as write_export
 from specheads.checkpoints import load_draft, save_native
 from specheads.config.schema import Recipe
 from specheads.data.collate import collate
 from specheads.data.dataset import RowSource, every_row_once
-from specheads.hardware import DTYPES, dtype_name
+from specheads.hardware import dtype_name
 from specheads.heads.base import Head
 from specheads.jobs.data import Rows, features, gather_rows
+from specheads.jobs.export import export
 from specheads.jobs.screen import Progress, Screen
 from specheads.target.adapter import Target
 from specheads.training.launch import make_accelerator, share_dtype_probe, tracking
@@ -197,30 +197,6 @@ def measure_paths(head: Head, target: Target, heldout: RowSource, nodes: int) ->
         return
     paths = best_paths(hits.double() / judged.double()[:, None], nodes)
     head.config = replace(head.config, tree_paths=paths)
-
-
-def export(
-    head: Head,
-    target: Target,
-    format: str,
-    out: Path,
-    screen: Screen,
-    dtype: str = "bf16",
-    numbers: Any = None,
-    run: dict[str, Any] | None = None,
-) -> Path:
-    """Write a head in a dialect and read it back. ``numbers``: measured results for the model card.
-
-    ``run``: the record of the run that made the head (``build.provenance``), kept in the export.
-
-    Raises:
-        InputError: a dialect that is not known or cannot hold this head, or the disk is full.
-    """
-    extra = {"run": run} if run else None
-    write_export(head, target.config, target.parts, format, out, dtype=DTYPES[dtype], numbers=numbers, extra=extra)
-    load_draft(out, target.config)
-    screen.line(f"export: {format}, {dtype}, in {out} (read back)")
-    return out
 
 
 def _layers(head: Head) -> str:

@@ -108,6 +108,9 @@ def test_what_changed_runs_again_and_nothing_before_it(target: Path, tmp_path: P
         recipe(target, tmp_path, "eagle3", "training.max_steps=6", "evaluation.repeats=1"), screen
     )
     assert measured["stages"]["ran"] == ["length", "evaluate", "export", "fp32"]  # the head is not trained again
+    same = ("training.max_steps=6", "evaluation.repeats=1", "export.dtype=fp32")
+    assert quickstart.run(recipe(target, tmp_path, "eagle3", *same), NoScreen())["stages"]["ran"] == ["export"]
+    assert json.loads((tmp_path / "export" / "eagle3" / "config.json").read_text())["torch_dtype"] == "float32"
     line = next(line for line in screen.lines if "a forward reads" in line)
     assert "tokens of text; measured answers of at most 16 tokens" in line
     fresh = quickstart.run(recipe(target, tmp_path), NoScreen(), fresh=True)

@@ -1,0 +1,59 @@
+"""``specheads export``: the recipe's dtype, the stored weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from specheads import build, cli
+from specheads.checkpoints import save_native
+from specheads.config.load import recipe_of
+from tests.fakes import byte_tokenizer, save_tiny_folder
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run whose recipe asks for an export in fp32, over a target that computes in bf16."""
+    folder = tmp_path_factory.mktemp("export")
+    place = save_tiny_folder(folder / "target", tokenizer=byte_tokenizer, vocab_size=259, num_hidden_layers=4)
+    values = {
+        "target": {"name": str(place), "dtype": "bf16"},
+        "head": {"type": "eagle3", "layer_ids": [1, 3, 4], "draft_vocab_size": None},
+        "training": {"max_steps": 1},
+        "export": {"dtype": "fp32"},
+    }
+    recipe = recipe_of(values)
+    target = build.build_target(recipe.target)
+    head = build.build_head(recipe, target, []).float()
+    run = {"run": build.record(recipe, target)}
+    save_native(folder / "run" / build.CHECKPOINT, head, target.config, run)
+    return folder / "run"
+
+
+def exported(run_folder: Path, out: Path, *arguments: str) -> Any:
+    command = ["export", str(run_folder), "--format", "native", "--out", str(out), *arguments]
+    return CliRunner().invoke(cli.app, command)
+
+
+def test_the_dtype_is_the_recipes_unless_it_is_named(run_folder: Path, tmp_path: Path) -> None:
+    for arguments, name in (((), "float32"), (("--dtype", "bf16"), "bfloat16"), (("export.dtype=bf16",), "bfloat16")):
+        done = exported(run_folder, tmp_path / "out", *arguments)
+        assert done.exit_code == 0, done.output
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == name
+    refused = exported(run_folder, tmp_path / "out", "--dtype", "fp8")
+    assert refused.exit_code == 2
+    assert "export.dtype" in refused.stderr
+
+
+def test_weights_are_exported_as_they_are_stored(run_folder: Path, tmp_path: Path) -> None:
+    assert exported(run_folder, tmp_path / "out").exit_code == 0
+    stored = load_file(run_folder / build.CHECKPOINT / "model.safetensors")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored.keys() == written.keys()
+    assert all(torch.equal(stored[name], written[name]) for name in stored)  # not rounded to the target's bf16
