@@ -90,7 +90,7 @@ def training_dtype(section: TrainingSection, device: Any, folder: Path) -> Dtype
     from specheads.training.state import POINTERS
 
     if section.dtype == "auto":
-        last = _json(folder / "checkpoints" / POINTERS).get("last", {}).get("folder", "none")
+        last = json_object(folder / "checkpoints" / POINTERS).get("last", {}).get("folder", "none")
         begun = trained_in(folder / "checkpoints" / last)
         if begun.get("training_dtype") in DTYPES:
             return DtypeChoice(DTYPES[begun["training_dtype"]], str(begun.get("training_dtype_reason")))
@@ -160,7 +160,7 @@ def write_record(folder: str | Path, recipe: Recipe, target: Target) -> None:
 
 def provenance(folder: Path) -> dict[str, Any]:
     """The record of the run that made a checkpoint, from its config.json; empty where there is none."""
-    found = _json(folder / "config.json").get("provenance")
+    found = json_object(folder / "config.json").get("provenance")
     run = found.get("run") if isinstance(found, dict) else None
     return run if isinstance(run, dict) else {}
 
@@ -171,7 +171,7 @@ def trained_in(folder: Path) -> dict[str, Any]:
     return {name: run[name] for name in ("training_dtype", "training_dtype_reason") if name in run}
 
 
-def _json(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
     """A JSON object, empty if it cannot be read: whoever needs it says so."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -216,9 +216,9 @@ def recipe_beside(folder: Path, overrides: Sequence[str]) -> Recipe:
     Raises:
         InputError: an override that does not fit.
     """
-    target, own = recorded_target(_json(folder / "config.json")), provenance(folder).get("recipe")
+    target, own = recorded_target(json_object(folder / "config.json")), provenance(folder).get("recipe")
     for place in (folder, folder.parent) if folder.name == CHECKPOINT else (folder,):
-        run = _json(place / RUN_FILE)
+        run = json_object(place / RUN_FILE)
         values, made_for = run.get("recipe"), run.get("target")
         if not isinstance(values, dict) or (isinstance(own, dict) and own.get("head") != values.get("head")):
             continue

@@ -159,12 +159,12 @@ def export(
     folder: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
-    numbers: Mapping[str, Any] | None = None,
+    numbers: Mapping[str, Mapping[str, Any]] | None = None,
     extra: dict[str, Any] | None = None,
 ) -> Path:
     """Write ``head`` to ``folder`` in a format of ``FORMATS``, with a model card; whole or not at all.
 
-    ``dtype``: of the floating-point tensors, None = the head's own. ``numbers``: measured results for the card.
+    ``dtype``: of the floating-point tensors, None = the head's own. ``numbers``: measured rows by drafter (card).
     ``extra``: provenance, recorded in config.json of every format as in native checkpoints.
 
     Raises:

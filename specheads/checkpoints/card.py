@@ -12,13 +12,21 @@ READERS = {
     "medusa": "specheads, vLLM (name the method: `medusa`), TGI, TensorRT-LLM, the reference (exactly 5 heads)",
     "eagle3": "specheads, vLLM, SGLang, llama.cpp (three feature layers, no fc_norm), the reference (no fc_norm)",
 }
+ROWS = {"head": "drafts of this head alone", "joined": "of this head and of an n-gram look-up, in one tree"}
 SHOWN = ("tau", "speedup_vs_hf", "speedup", "tokens_per_s", "hf_tokens_per_s", "identical", "prompts", "tokens")
 
 
 def model_card(
-    head: str, format: str, target: TargetConfig, config: Mapping[str, Any], numbers: Mapping[str, Any] | None
+    head: str,
+    format: str,
+    target: TargetConfig,
+    config: Mapping[str, Any],
+    numbers: Mapping[str, Mapping[str, Any]] | None,
 ) -> str:
-    """Markdown: what the draft is, who reads it, and what was measured (never more than was given)."""
+    """Markdown: what the draft is, who reads it, and what was measured (never more than was given).
+
+    ``numbers``: a benchmark's overall row by drafter; those that use this head are shown.
+    """
     layers = config.get("eagle_aux_hidden_state_layer_ids", config.get("feature_layers"))
     lines = [
         "---",
@@ -35,14 +43,25 @@ def model_card(
     if layers:
         lines.append(f"- Feature layers: {', '.join(map(str, layers))} (id i is the input of layer i).")
     lines += ["", "## Measured", ""]
-    rows = [(name, numbers[name]) for name in SHOWN if numbers and numbers.get(name) is not None]
-    if rows:
-        lines += ["| | |", "|---|---|", *(f"| {name} | {_short(value)} |" for name, value in rows)]
-        lines.append("\ntau: tokens emitted per target forward, the bonus token included.")
+    measured = {name: numbers[name] for name in ROWS if numbers and name in numbers}
+    if measured:
+        lines += [_line("", *measured), "|---" * (1 + len(measured)) + "|"]
+        for name in SHOWN:
+            values = [row.get(name) for row in measured.values()]
+            if any(value is not None for value in values):
+                lines.append(_line(name, *map(_short, values)))
+        lines.append("\n" + "; ".join(f"{name}: {ROWS[name]}" for name in measured) + ".")
+        lines.append("tau: tokens emitted per target forward, the bonus token included.")
     else:
         lines.append("Nothing was measured for this card; run `specheads evaluate` on this folder.")
     return "\n".join(lines) + "\n"
 
 
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
 def _short(value: Any) -> str:
+    if value is None:
+        return "–"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -78,6 +78,7 @@ class BenchmarkReport:
     warnings: list[str]
     machine: dict[str, Any] = field(default_factory=dict)
     target_line: str = ""
+    draft_digest: str = ""  # of the checkpoint's weights: whose numbers these are
 
     @property
     def overall(self) -> Row:
@@ -118,6 +119,7 @@ class BenchmarkReport:
             "warnings": self.warnings,
             "machine": self.machine,
             "target_line": self.target_line,
+            "draft_digest": self.draft_digest,
         }
         return _finite(value)
 

@@ -12,6 +12,7 @@ from specheads.utils import write_json, write_text
 if TYPE_CHECKING:
     from rich.console import Console
 
+REPORT_FILE = "report.json"
 COLUMNS = (
     "suite/category",
     "τ",
@@ -156,7 +157,7 @@ def write_report(report: BenchmarkReport, folder: str | Path) -> dict[str, Path]
 
     folder = Path(folder)
     paths = {
-        "json": folder / "report.json",
+        "json": folder / REPORT_FILE,
         "markdown": folder / "report.md",
         "acceptance": folder / "acceptance_by_depth.png",
         "speed": folder / "tokens_per_s.png",

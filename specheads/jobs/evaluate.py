@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.build import Loaded, build_decoders, build_plain
+from specheads.checkpoints.io import MODEL_FILE
 from specheads.evaluation.benchmark import run_benchmark
 from specheads.evaluation.divergence import Divergence, Identity, raise_for_errors, verify_identical
 from specheads.evaluation.record import BenchmarkReport, Row
@@ -14,6 +15,7 @@ from specheads.evaluation.report import print_report, write_report
 from specheads.evaluation.runs import encode_suite
 from specheads.evaluation.suites import load_suite, spread
 from specheads.jobs.screen import Screen
+from specheads.jobs.stages import file_digest
 from specheads.utils import write_json
 
 
@@ -54,7 +56,7 @@ def measure(loaded: Loaded, screen: Screen, default: str | None = "fastest") -> 
     with screen.stage("machine"):
         decoders = build_decoders(loaded, section.drafters)
     with screen.stage("evaluation") as progress:
-        return run_benchmark(
+        report = run_benchmark(
             loaded.target,
             decoders,
             suite,
@@ -66,6 +68,8 @@ def measure(loaded: Loaded, screen: Screen, default: str | None = "fastest") -> 
             head=loaded.head.name,
             progress=progress,
         )
+    report.draft_digest = file_digest(loaded.folder / MODEL_FILE)
+    return report
 
 
 def exact_tokens(loaded: Loaded, screen: Screen, prompts: int, max_new_tokens: int) -> dict[str, Any]:

@@ -225,9 +225,9 @@ def run(recipe: Recipe, screen: Screen, *, fresh: bool = False) -> dict[str, Any
     weights = {**identity, "checkpoint": file_digest(checkpoint / "model.safetensors")}
     settings = {**weights, "evaluation": values["evaluation"], "decoding": values["decoding"]}
     measured = work.stages.run("evaluate", settings, lambda: work.measure(paced))
-    card = {**weights, "export": values["export"], "measured": fingerprint(measured["overall"])}
+    card = {**weights, "export": values["export"], "measured": fingerprint(measured["by_drafter"])}
     exports = [folder / "export" / name for name in recipe.export.formats]
-    work.stages.run("export", card, lambda: work.export(measured["overall"]), exports)
+    work.stages.run("export", card, lambda: work.export(measured["by_drafter"]), exports)
     exact = work.stages.run("fp32", settings, lambda: work.exactness(paced))
     return finish(work, paced, trained, measured, exact, time.perf_counter() - start)
 

@@ -84,7 +84,8 @@ def test_everything_is_made_once(target: Path, tmp_path: Path, head: str) -> Non
         paths = json.loads((tmp_path / "checkpoint" / "config.json").read_text())["head_config"]["tree_paths"]
         assert 16 <= len(paths) <= 63
     card = (tmp_path / "export" / head / "README.md").read_text()
-    assert f"| tau | {first['overall']['tau']:.4g} |" in card
+    taus = [f"{first['by_drafter'][name]['tau']:.4g}" for name in ("head", "joined")]
+    assert f"| tau | {taus[0]} | {taus[1]} |" in card
     # the drafter that measured fastest is what the checkpoint uses from now on
     fastest = max(first["by_drafter"], key=lambda name: first["by_drafter"][name]["tokens_per_s"])
     assert build.load_checkpoint(tmp_path).recipe.decoding.drafter == fastest
@@ -96,6 +97,10 @@ def test_everything_is_made_once(target: Path, tmp_path: Path, head: str) -> Non
     assert sum("done, reused (same target" in line for line in screen.lines) == len(STAGES)
     commands = [line.split() for line in screen.lines if line.startswith("  specheads ")]
     assert [words[1] for words in commands] == ["chat", "quickstart", "export"]
+    out = tmp_path / "export" / head
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert CliRunner().invoke(cli.app, commands[-1][1:]).exit_code == 0
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before  # the numbers of the card among them
 
 
 def test_what_changed_runs_again_and_nothing_before_it(target: Path, tmp_path: Path) -> None:

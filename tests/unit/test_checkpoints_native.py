@@ -262,11 +262,16 @@ def test_export_of_an_unknown_or_unfit_format(tmp_path: Path) -> None:
 
 def test_native_export_with_a_card(tmp_path: Path) -> None:
     head = TinyHead()
-    folder = export(head, TARGET, frozen_parts(), "native", tmp_path / "x", numbers={"tau": 2.3456, "prompts": 4})
+    rows = {"head": {"tau": 2.3456, "prompts": 4}, "lookup": {"tau": 9.0}, "joined": {"tau": 3.0, "tokens": 7}}
+    folder = export(head, TARGET, frozen_parts(), "native", tmp_path / "x", numbers=rows)
     assert equal(head, load_draft(folder, TARGET))
     card = (folder / "README.md").read_text()
-    assert "| tau | 2.346 |" in card
+    assert "|  | head | joined |" in card
+    assert "| tau | 2.346 | 3 |" in card
+    assert "| prompts | 4 | – |" in card
     assert "speedup" not in card
+    alone = export(head, TARGET, frozen_parts(), "native", tmp_path / "y", numbers={"lookup": {"tau": 9.0}})
+    assert "Nothing was measured" in (alone / "README.md").read_text()  # a look-up's numbers are not this head's
     assert "base_model: tiny" in card
     assert set(FORMATS) == {"native", "medusa", "eagle3"}
 

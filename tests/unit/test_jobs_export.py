@@ -1,4 +1,4 @@
-"""``specheads export``: the recipe's dtype, the stored weights."""
+"""``specheads export``: the dtype of the recipe, the weights as stored, the numbers of these weights."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from specheads import build, cli
 from specheads.checkpoints import save_native
 from specheads.config.load import recipe_of
+from specheads.jobs.stages import file_digest
 from tests.fakes import byte_tokenizer, save_tiny_folder
 
 
@@ -49,6 +50,34 @@ def test_the_dtype_is_the_recipes_unless_it_is_named(run_folder: Path, tmp_path:
     refused = exported(run_folder, tmp_path / "out", "--dtype", "fp8")
     assert refused.exit_code == 2
     assert "export.dtype" in refused.stderr
+
+
+def test_the_card_shows_the_numbers_of_these_weights_and_of_no_others(run_folder: Path, tmp_path: Path) -> None:
+    report = {"by_drafter": {"head": {"tau": 1.75}, "lookup": {"tau": 1.25}}}
+    weights = file_digest(run_folder / build.CHECKPOINT / "model.safetensors")
+    for digest, said in (
+        (weights, "| tau | 1.75 |"),
+        ("other", "Nothing was measured"),
+        (None, "Nothing was measured"),
+    ):
+        (run_folder / "report.json").write_text(json.dumps({**report, "draft_digest": digest}))
+        done = exported(run_folder, tmp_path / "out")
+        assert done.exit_code == 0, done.output
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert said in card
+        assert "1.25" not in card
+        assert ("no numbers on its card" in done.output) == (digest != weights)
+
+
+def test_evaluate_leaves_the_report_that_the_card_is_made_of(run_folder: Path, tmp_path: Path) -> None:
+    suite = tmp_path / "suite.jsonl"
+    suite.write_text(json.dumps({"id": "a", "turns": ["say 1"]}) + "\n")
+    small = ["evaluation.max_new_tokens=4", "evaluation.repeats=1", "evaluation.drafters=[head]", "target.dtype=fp32"]
+    command = ["evaluate", str(run_folder), *small, "--suite", str(suite), "--out", str(run_folder)]
+    done = CliRunner().invoke(cli.app, command)
+    assert done.exit_code == 0, done.output
+    assert exported(run_folder, tmp_path / "out").exit_code == 0
+    assert "|  | head |" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_weights_are_exported_as_they_are_stored(run_folder: Path, tmp_path: Path) -> None:
