@@ -23,12 +23,12 @@ from specheads.decoding.controller import StepCosts
 from specheads.decoding.decoder import SpeculativeDecoder
 from specheads.decoding.drafters.joined import JoinedDrafter
 from specheads.decoding.drafters.ngram import NgramDrafter
-from specheads.hardware import DTYPES, DtypeChoice, choose_dtype, dtype_name, processor_name
+from specheads.hardware import DTYPES, DtypeChoice, adopt_dtype, choose_dtype, dtype_name, processor_name
 from specheads.heads import HEADS
 from specheads.heads.base import Drafter, Head
 from specheads.modules.draft_vocab import choose_draft_ids
 from specheads.target.adapter import Target
-from specheads.target.load import load_target
+from specheads.target.load import find_device, load_target
 from specheads.utils import InputError, write_json
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from specheads.training.trainer import Trainer
 
 RUN_FILE = "run.json"
+AUTO_FILE = "stages/auto_dtype.json"  # of an output folder: what "auto" meant there, by kind of device
 CHECKPOINT = "checkpoint"  # of an output folder: the best one, in the native format
 
 
@@ -81,20 +82,25 @@ def build_head(recipe: Recipe, target: Target, rows: Sequence[Encoded]) -> Head:
     return HEADS[recipe.head.type].build(target.config, target.parts, options, draft_ids)
 
 
-def training_dtype(section: TrainingSection, device: Any, folder: Path) -> DtypeChoice:
-    """The dtype of the head's products. With "auto", a training that goes on in ``folder`` keeps the one it began with.
+def settle_auto(recipe: Recipe, folder: Path) -> None:
+    """Let ``dtype: auto`` mean what it meant when the run in ``folder`` began; a run that begins writes it there.
+
+    The probe measures a machine that others may use, and the features and the training state depend on its answer.
 
     Raises:
-        InputError: see ``choose_dtype``.
+        InputError: the device cannot be used, or the disk is full.
     """
-    from specheads.training.state import POINTERS
-
-    if section.dtype == "auto":
-        last = json_object(folder / "checkpoints" / POINTERS).get("last", {}).get("folder", "none")
-        begun = trained_in(folder / "checkpoints" / last)
-        if begun.get("training_dtype") in DTYPES:
-            return DtypeChoice(DTYPES[begun["training_dtype"]], str(begun.get("training_dtype_reason")))
-    return choose_dtype(section.dtype, device)
+    if "auto" not in (recipe.target.dtype, recipe.training.dtype):
+        return
+    device = find_device(recipe.target.device)
+    known = json_object(folder / AUTO_FILE)
+    begun = known.get(device.type)
+    if isinstance(begun, dict) and begun.get("dtype") in DTYPES:
+        adopt_dtype(DtypeChoice(DTYPES[begun["dtype"]], str(begun.get("reason"))), device)
+        return
+    choice = choose_dtype("auto", device)
+    chosen = {"dtype": dtype_name(choice.dtype), "reason": choice.reason}
+    write_json(folder / AUTO_FILE, {**known, device.type: chosen})
 
 
 def build_settings(section: TrainingSection, seed: int, heldout_rows: int, dtype: torch.dtype) -> TrainSettings:
@@ -122,7 +128,7 @@ def build_trainer(
     """
     from specheads.training.trainer import Trainer
 
-    choice = training_dtype(recipe.training, accelerator.device, folder)
+    choice = choose_dtype(recipe.training.dtype, accelerator.device)
     chosen = {"training_dtype": dtype_name(choice.dtype), "training_dtype_reason": choice.reason}
     return Trainer(
         head,

@@ -199,6 +199,7 @@ def run(recipe: Recipe, screen: Screen, *, fresh: bool = False) -> dict[str, Any
     check_trackers(recipe.training.trackers)  # before minutes are spent
     if fresh:
         clear(folder, MADE)
+    build.settle_auto(recipe, folder)
     with screen.stage("target"):
         target = build.build_target(recipe.target)
     screen.line(f"  {target.describe()}")

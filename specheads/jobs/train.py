@@ -17,7 +17,7 @@ from specheads.checkpoints import load_draft, save_native
 from specheads.config.schema import Recipe
 from specheads.data.collate import collate
 from specheads.data.dataset import RowSource, every_row_once
-from specheads.hardware import dtype_name
+from specheads.hardware import choose_dtype, dtype_name
 from specheads.heads.base import Head
 from specheads.jobs.data import Rows, features, gather_rows
 from specheads.jobs.export import export
@@ -71,6 +71,8 @@ def train(recipe: Recipe, screen: Screen) -> dict[str, Any]:
     """
     folder = Path(recipe.output_dir)
     accelerator = make_accelerator(trackers=recipe.training.trackers, folder=folder)
+    if accelerator.is_main_process:
+        build.settle_auto(recipe, folder)
     share_dtype_probe(accelerator)
     with screen.stage("target"):
         target = build.build_target(recipe.target)
@@ -144,7 +146,7 @@ def run_trainer(
     """
     trained = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
     screen.line(f"head: {recipe.head.type}, {trained:,} trained parameters, features of layers {_layers(head)}")
-    choice = build.training_dtype(recipe.training, accelerator.device, folder)
+    choice = choose_dtype(recipe.training.dtype, accelerator.device)
     screen.line(f"  trained in {dtype_name(choice.dtype)}: {choice.reason}")
     with screen.stage("training") as progress, tracking(accelerator, tracked(recipe)):
         trainer = build.build_trainer(recipe, target, head, *sources, accelerator, folder, Shown(progress))

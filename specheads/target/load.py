@@ -43,7 +43,7 @@ def load_target(
     Args:
         name: ``smollm2-135m`` (embedded), a hub id, or a folder in the Hugging Face layout.
         dtype: "auto" (measured, see ``hardware.choose_dtype``), "fp32", "bf16", or a torch dtype.
-        device: "auto" takes the GPU if there is one.
+        device: see ``find_device``.
         revision: of a hub id.
         trust_remote_code: run modelling code that comes with the model. Off unless asked for.
         lean: "auto" uses the fast path where it equals the stock forward, "off" never.
@@ -55,7 +55,7 @@ def load_target(
     """
     if lean not in ("auto", "off"):
         raise InputError(f"lean: got {lean!r}, expected auto or off; choose one of these")
-    device = _device(device)
+    device = find_device(device)
     chosen, reason = dtype, "as asked"
     if isinstance(chosen, str):
         choice = choose_dtype(chosen, device)
@@ -107,8 +107,12 @@ def wrap_model(
     return fast
 
 
-def _device(device: str | torch.device) -> torch.device:
-    """The device by its name, tried once."""
+def find_device(device: str | torch.device) -> torch.device:
+    """The device by its name, tried once; "auto" takes the GPU if there is one.
+
+    Raises:
+        InputError: it cannot be used here.
+    """
     name = str(device)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from specheads import build, cli
+from specheads import build, cli, hardware
 from specheads.config.schema import Recipe
+from specheads.hardware import DtypeChoice
 from specheads.jobs import quickstart
 from specheads.jobs.screen import NoScreen, Progress
 from specheads.utils import InputError
@@ -120,6 +122,19 @@ def test_what_changed_runs_again_and_nothing_before_it(target: Path, tmp_path: P
     assert "tokens of text; measured answers of at most 16 tokens" in line
     fresh = quickstart.run(recipe(target, tmp_path), NoScreen(), fresh=True)
     assert fresh["stages"]["ran"] == STAGES
+
+
+def test_auto_is_what_it_was_when_the_run_began(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = recipe(target, tmp_path, "medusa", "target.dtype=auto")
+    monkeypatch.setattr(hardware, "_auto", {"cpu": DtypeChoice(torch.bfloat16, "a quiet minute")})
+    with pytest.raises(KeyboardInterrupt):
+        quickstart.run(plan, Lines(stop="training"))
+    monkeypatch.setattr(hardware, "_auto", {"cpu": DtypeChoice(torch.float32, "a noisy minute")})
+    report = quickstart.run(plan, NoScreen())
+    assert report["stages"]["reused"] == ["pace", "length", "answers"]  # which depend on the target's dtype
+    assert report["dtype"] == "bf16"
+    monkeypatch.setattr(hardware, "_auto", {"cpu": DtypeChoice(torch.float32, "a noisy minute")})
+    assert quickstart.run(plan, NoScreen(), fresh=True)["dtype"] == "fp32"  # a new run measures
 
 
 def test_no_live_rows_beside_a_file_of_answers(target: Path, tmp_path: Path) -> None:

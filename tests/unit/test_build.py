@@ -163,13 +163,15 @@ def test_auto_is_chosen_once_and_recorded(tmp_path: Path, folder: Path, monkeypa
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"prompts": str(tmp_path / "prompts.jsonl"), "max_new_tokens": 6, "heldout_rows": 1}
     out = tmp_path / "run"
-    wanted = recipe(folder, data=data, export={"formats": ["medusa"]}, output_dir=str(out))
+    auto = {"name": str(folder), "dtype": "auto"}
+    wanted = recipe(folder, target=auto, data=data, export={"formats": ["medusa"]}, output_dir=str(out))
     for measured in (torch.bfloat16, torch.float32):  # the second run finds the other one faster
         monkeypatch.setattr(hardware, "_auto", {"cpu": DtypeChoice(measured, f"a probe said {measured}")})
         screen = Lines()
         train(wanted, screen)
         run = json.loads((out / "run.json").read_text())
-        assert (run["training_dtype"], run["training_dtype_reason"]) == ("bf16", "a probe said torch.bfloat16")
+        for name in ("dtype", "training_dtype"):
+            assert (run[name], run[f"{name}_reason"]) == ("bf16", "a probe said torch.bfloat16")
         assert "  trained in bf16: a probe said torch.bfloat16" in screen.lines
     assert build.trained_in(out / "checkpoint")["training_dtype"] == "bf16"
     (out / "run.json").unlink()
