@@ -16,7 +16,7 @@ from specheads import build
 from specheads.checkpoints import load_draft, read_files
 from specheads.config.load import load_recipe, recipe_of
 from specheads.config.schema import Recipe
-from specheads.data.conversations import Skipped, read_prompts, read_rows
+from specheads.data.conversations import read_jsonl, read_prompts, read_rows
 from specheads.data.features import stored_layers
 from specheads.data.tokenize import Encoded, encode_rows, supervised_view
 from specheads.heads.base import Head
@@ -198,9 +198,11 @@ def inspect_data(path: Path, row: str | None, overrides: Sequence[str], screen: 
     recipe = recipe_of({"head": {"type": "eagle3"}, "training": {"epochs": 1}}, overrides)
     try:
         rows, skipped = read_rows(path)
-    except InputError as error:
-        prompts, skipped = _prompts_instead(path, error)
-        facts = {"prompts": prompts, "skipped": dict(skipped)}
+    except InputError:
+        if _holds_answers(path):
+            raise
+        prompts, skipped = read_prompts(path)
+        facts = {"prompts": len(prompts), "skipped": dict(skipped)}
         return show(facts, screen, f"{path}: prompts, not answered yet")
     with screen.stage("tokenizer"):
         target = build.build_target(recipe.target)
@@ -235,13 +237,14 @@ def inspect_data(path: Path, row: str | None, overrides: Sequence[str], screen: 
     }
 
 
-def _prompts_instead(path: Path, error: InputError) -> tuple[int, Skipped]:
-    """A file without answers may be one of prompts; if not, the first error stands."""
-    try:
-        prompts, skipped = read_prompts(path)
-    except InputError:
-        raise error from None
-    return len(prompts), skipped
+def _holds_answers(path: Path) -> bool:
+    """Whether any row has an answer, exact or as a turn: then the file is no file of prompts, whatever is wrong."""
+    for _, value in read_jsonl(path):
+        turns = value.get("messages")
+        roles = [turn.get("role") for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+        if "output_ids" in value or "assistant" in roles:
+            return True
+    return False
 
 
 def _chosen(rows: Sequence[Encoded], wanted: str, path: Path) -> Encoded:
