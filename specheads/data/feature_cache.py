@@ -114,11 +114,6 @@ class FeatureCache:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @property
-    def complete(self) -> bool:
-        """Every shard stands."""
-        return all(self.has_shard(shard) for shard in range(-(-len(self) // SHARD_ROWS)))
-
     def path(self, shard: int) -> Path:
         """File of a shard."""
         return self.folder / f"shard-{shard:05d}.safetensors"

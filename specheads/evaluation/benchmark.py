@@ -19,7 +19,7 @@ import torch
 from specheads.evaluation import acceptance
 from specheads.evaluation.divergence import Identity, compare
 from specheads.evaluation.record import BenchmarkReport, Row, machine_facts
-from specheads.evaluation.runs import HF, PLAIN, Generate, Runs, encode_suite, measure
+from specheads.evaluation.runs import HF, PLAIN, Runs, encode_suite, measure
 from specheads.evaluation.suites import SuitePrompt
 from specheads.hardware import dtype_name
 from specheads.utils import InputError
@@ -35,7 +35,6 @@ def run_benchmark(
     plain: Any,
     max_new_tokens: int,
     repeats: int = 2,
-    reference: Generate | None = None,
     default: str | None = None,
     draft: str = "",
     head: str = "",
@@ -44,7 +43,7 @@ def run_benchmark(
     """Measure speed, acceptance and identity of every decoder.
 
     Args:
-        target: a ``Target``; its ``generate`` is the reference unless ``reference`` is given.
+        target: a ``Target``; its ``generate`` is the reference.
         decoders: name -> object with ``generate`` (``SpeculativeDecoder``); the report has one row for each.
         plain: the plain loop with the same signature.
         default: the decoder of the overall line; ``"fastest"``: the one that measured fastest; None: ``"joined"`` if
@@ -58,9 +57,8 @@ def run_benchmark(
         InputError: nothing to measure, or no prompt that fits the target's context.
     """
     _check(decoders, suite, max_new_tokens, repeats, default)
-    reference = reference or target.generate
-    prompts, skipped = encode_suite(target, suite, reference, max_new_tokens)
-    systems = {HF: reference, PLAIN: plain.generate, **{name: one.generate for name, one in decoders.items()}}
+    prompts, skipped = encode_suite(target, suite, max_new_tokens)
+    systems = {HF: target.generate, PLAIN: plain.generate, **{name: one.generate for name, one in decoders.items()}}
     runs = measure(target, systems, prompts, max_new_tokens, repeats, progress)
     identities = {name: _identity(target, runs, name) for name in systems if name != HF}
     groups = runs.groups().items()

@@ -77,9 +77,9 @@ class Runs:
 
 
 def encode_suite(
-    target: Any, suite: Sequence[SuitePrompt], reference: Generate, max_new_tokens: int
+    target: Any, suite: Sequence[SuitePrompt], max_new_tokens: int
 ) -> tuple[list[EncodedPrompt], Counter[str]]:
-    """Ids of every prompt by the target's chat template; later turns follow the reference's answer.
+    """Ids of every prompt by the target's chat template; later turns follow the target's own answer.
 
     Raises:
         InputError: not one prompt is left.
@@ -100,7 +100,7 @@ def encode_suite(
             name = f"{row.id}#{turn + 1}" if row.later_turns else row.id
             encoded.append(EncodedPrompt(name, row.suite, row.category, tuple(ids)))
             if turn < len(row.later_turns):
-                answer = reference([ids], max_new_tokens=max_new_tokens, sampling=SamplingParams(), eos_ids=None)
+                answer = target.generate([ids], max_new_tokens=max_new_tokens, sampling=SamplingParams(), eos_ids=None)
                 text = target.tokenizer.decode(answer.tokens[0], skip_special_tokens=True)
                 messages += [
                     {"role": "assistant", "content": text},

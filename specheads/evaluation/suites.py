@@ -34,17 +34,13 @@ class SuitePrompt:
     later_turns: tuple[str, ...] = ()
 
 
-def load_suite(
-    source: str | Path, *, per_category: int | None = None, categories: Sequence[str] | None = None
-) -> list[SuitePrompt]:
+def load_suite(source: str | Path, *, per_category: int | None = None) -> list[SuitePrompt]:
     """The prompts of ``"heldout"`` (shipped, never trained on) or of a JSONL file.
 
-    Args:
-        per_category: at most so many prompts of each category, spread evenly over the suite's own order.
-        categories: only these.
+    ``per_category``: at most so many prompts of each category, spread evenly over the suite's own order.
 
     Raises:
-        InputError: no such suite or file, a broken row (file:line), an id used twice, or an unknown category.
+        InputError: no such suite or file, a broken row (file:line), or an id used twice.
     """
     if per_category is not None and per_category < 1:
         raise InputError(f"per_category: got {per_category}, expected 1 or more; leave it out for the whole suite")
@@ -60,15 +56,7 @@ def load_suite(
     groups: dict[str, list[SuitePrompt]] = {}
     for row in rows:
         groups.setdefault(row.category, []).append(row)
-    unknown = sorted(set(categories or ()) - set(groups))
-    if unknown:
-        raise InputError(
-            f"suite {source}: no category {unknown[0]!r}; it has {', '.join(sorted(groups))}; choose among these"
-        )
-    kept: set[str] = set()
-    for category, members in groups.items():
-        if categories is None or category in categories:
-            kept.update(row.id for row in spread(members, per_category))
+    kept = {row.id for members in groups.values() for row in spread(members, per_category)}
     return [row for row in rows if row.id in kept]
 
 

@@ -79,7 +79,7 @@ def exact_tokens(loaded: Loaded, screen: Screen, prompts: int, max_new_tokens: i
         InputError: no usable prompt, or a divergence that is no exact tie.
     """
     first_turns = [replace(prompt, later_turns=()) for prompt in load_suite(loaded.recipe.evaluation.suite)]
-    usable, _ = encode_suite(loaded.target, first_turns, loaded.target.generate, max_new_tokens)
+    usable, _ = encode_suite(loaded.target, first_turns, max_new_tokens)
     chosen = spread(usable, prompts)
     decoders = {"plain loop": build_plain(loaded.target), **build_decoders(loaded, loaded.recipe.evaluation.drafters)}
     ids = [prompt.ids for prompt in chosen]
