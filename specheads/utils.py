@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
 
 
 class InputError(ValueError):
@@ -50,6 +52,12 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+def spread(items: Sequence[Item], limit: int | None) -> list[Item]:
+    """``limit`` items at even distances (None: all), the same ones every time: each part of a list has its share."""
+    count = len(items) if limit is None else min(limit, len(items))
+    return [items[index * len(items) // count] for index in range(count)]
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

@@ -1,13 +1,14 @@
 """Checkpoints of draft heads: saved natively, exported to the layouts that engines load, and read back from any.
 
-A format is a module: ``NAME``, ``HEADS`` (the heads it can hold), ``FILES`` (tensor files it writes), ``matches(config,
-keys)``, ``from_native(config, tensors, output_weight)`` and ``to_native(config, tensors, target)``, which take and give
-dictionaries and touch no file.
+A format is a module: ``NAME``, ``HEADS`` (the heads it can hold), ``FILES`` (tensor files it writes), ``READERS`` (who
+loads it), ``matches(config, keys)``, ``from_native(config, tensors, output_weight)`` and ``to_native(config, tensors,
+target)``, which take and give dictionaries and touch no file.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -21,10 +22,12 @@ from specheads.checkpoints import eagle3, medusa, native
 from specheads.checkpoints.card import model_card
 from specheads.checkpoints.io import (
     CONFIG_FILE,
+    TENSOR_FILES,
     listed,
     load_strict,
     read_json,
     read_tensors,
+    refuse_other_content,
     resolve_folder,
     temporary_folder,
     write_tensors,
@@ -38,7 +41,6 @@ from specheads.utils import InputError, write_json, write_text
 __all__ = ["FORMATS", "export", "load_draft", "read_draft", "read_files", "save_native"]
 
 FORMATS: dict[str, ModuleType] = {"native": native, "medusa": medusa, "eagle3": eagle3}
-TENSOR_FILES = ("model.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
 
 
 def read_files(source: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor], ModuleType, Path]:
@@ -83,12 +85,11 @@ def load_draft(
     source: str | os.PathLike[str],
     target_config: TargetConfig | None = None,
     dtype: torch.dtype | None = None,
-    allow_other_target: bool = False,
 ) -> Head:
     """The head of a checkpoint in any format (told by its tensors), on the CPU.
 
     ``target_config``: the target it is to draft for, checked against what the checkpoint says of its own (sizes, layer
-    count, fingerprint). ``allow_other_target``: let another fingerprint pass (a fine-tune of the same sizes).
+    count, fingerprint).
     ``dtype``: of the floating-point tensors, None = as stored.
 
     Raises:
@@ -96,7 +97,7 @@ def load_draft(
     """
     config, tensors, folder = read_draft(source, target_config)
     if target_config is not None:
-        check_target(config["target"], target_config, folder, allow_other_target)
+        check_target(config["target"], target_config, folder)
     if config["head"] not in heads.HEADS:
         raise InputError(
             f"{folder}: head is {config['head']!r}, expected one of {', '.join(heads.HEADS)}; update specheads"
@@ -132,23 +133,28 @@ def check_vocab(head: Head, source: str | os.PathLike[str]) -> None:
             raise InputError(f"{source}: {error}") from error
 
 
-def check_target(
-    recorded: Mapping[str, Any], target: TargetConfig, folder: Path, allow_other_target: bool = False
-) -> None:
+def check_target(recorded: Mapping[str, Any], target: TargetConfig, folder: Path) -> None:
     """Refuse a draft for another target. Facts that the checkpoint does not record are not compared.
+
+    Fewer positions than the target's are a warning: the output stays the target's, drafts beyond them are poorer.
 
     Raises:
         InputError: the fact, both values.
     """
-    exact = () if allow_other_target else ("fingerprint",)
-    for name in ("hidden_size", "vocab_size", "num_layers", *exact):
+    for name in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
         want, got = recorded.get(name), getattr(target, name)
         if want is not None and want != got:
-            hint = "; load_draft(…, allow_other_target=True) takes it all the same" if name in exact else ""
             raise InputError(
                 f"{folder}: made for {recorded.get('name')} ({name} {want}), but the target is {target.name} "
-                f"({name} {got}); use the draft's own target{hint}"
+                f"({name} {got}); use the draft's own target"
             )
+    positions = recorded.get("context_limit")
+    if isinstance(positions, int) and positions < target.context_limit:
+        warnings.warn(
+            f"{folder}: made for {positions} positions, the target takes {target.context_limit}; beyond {positions} "
+            "fewer drafts may be accepted, the output is the target's all the same",
+            stacklevel=2,
+        )
 
 
 def export(
@@ -168,10 +174,12 @@ def export(
     ``extra``: provenance, recorded in config.json of every format as in native checkpoints.
 
     Raises:
-        InputError: an unknown format, one that cannot hold this head, unusable tensors, or a full disk.
+        InputError: an unknown format, one that cannot hold this head, unusable tensors, a folder that holds something
+            else, or a full disk.
     """
     if format not in FORMATS:
         raise InputError(f"export: format {format!r} is not known, expected one of {', '.join(FORMATS)}")
+    refuse_other_content(folder)
     check_vocab(head, "export")
     module = FORMATS[format]
     own = {name: tensor.detach().cpu() for name, tensor in head.state_dict().items()}
@@ -187,5 +195,17 @@ def export(
         for name in module.FILES:
             write_tensors(part / name, out)
         write_json(part / CONFIG_FILE, written)
-        write_text(part / "README.md", model_card(head.name, format, target_config, written, numbers))
+        length = trained_length(extra)
+        write_text(
+            part / "README.md",
+            model_card(head.name, format, target_config, written, module.READERS, numbers, length),
+        )
     return Path(folder)
+
+
+def trained_length(extra: Mapping[str, Any] | None) -> int | None:
+    """Tokens of the longest rows that a run trained on, from its record; None where it is not told."""
+    found: Any = extra or {}
+    for name in ("run", "recipe", "data", "max_length"):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if isinstance(found, int) else None

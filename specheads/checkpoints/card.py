@@ -7,11 +7,6 @@ from typing import Any
 
 from specheads.types import TargetConfig
 
-READERS = {
-    "native": "specheads",
-    "medusa": "specheads, vLLM (name the method: `medusa`), TGI, TensorRT-LLM, the reference (exactly 5 heads)",
-    "eagle3": "specheads, vLLM, SGLang, llama.cpp (three feature layers, no fc_norm), the reference (no fc_norm)",
-}
 ROWS = {"head": "drafts of this head alone", "joined": "of this head and of an n-gram look-up, in one tree"}
 SHOWN = ("tau", "speedup_vs_hf", "speedup", "tokens_per_s", "hf_tokens_per_s", "identical", "prompts", "tokens")
 
@@ -21,11 +16,14 @@ def model_card(
     format: str,
     target: TargetConfig,
     config: Mapping[str, Any],
+    readers: str,
     numbers: Mapping[str, Mapping[str, Any]] | None,
+    trained_length: int | None = None,
 ) -> str:
     """Markdown: what the draft is, who reads it, and what was measured (never more than was given).
 
-    ``numbers``: a benchmark's overall row by drafter; those that use this head are shown.
+    ``readers``: who loads the format. ``numbers``: a benchmark's overall row by drafter; those that use this head are
+    shown. ``trained_length``: tokens of the longest rows it was trained on.
     """
     layers = config.get("eagle_aux_hidden_state_layer_ids", config.get("feature_layers"))
     lines = [
@@ -36,12 +34,17 @@ def model_card(
         "---",
         f"# {head} draft for {target.name}",
         "",
-        f"- Format: {format}; read by {READERS[format]}.",
+        f"- Format: {format}; read by {readers}.",
         f"- Target: {target.name} (hidden size {target.hidden_size}, vocabulary {target.vocab_size}, "
         f"{target.num_layers} layers, fingerprint {target.fingerprint}). It drafts for this target only.",
     ]
     if layers:
         lines.append(f"- Feature layers: {', '.join(map(str, layers))} (id i is the input of layer i).")
+    if trained_length is not None:
+        lines.append(
+            f"- Trained on rows of at most {trained_length} tokens; usable over the target's {target.context_limit} "
+            "positions (the output is the target's everywhere, longer texts may accept fewer drafts)."
+        )
     lines += ["", "## Measured", ""]
     measured = {name: numbers[name] for name in ROWS if numbers and name in numbers}
     if measured:

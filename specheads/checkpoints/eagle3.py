@@ -25,11 +25,13 @@ from torch import Tensor
 
 from specheads.checkpoints.io import key_faults
 from specheads.checkpoints.native import NativeConfig, native_skeleton
+from specheads.modules.rotary import inverse_frequencies
 from specheads.types import TargetConfig
 from specheads.utils import InputError
 
 NAME = "eagle3"
 HEADS = ("eagle3",)
+READERS = "specheads, vLLM, SGLang, llama.cpp (three feature layers, no fc_norm), the reference (no fc_norm)"
 FILES = ("model.safetensors",)
 
 SAME = {
@@ -194,6 +196,13 @@ def _native_config(config: dict[str, Any], theirs: dict[str, Tensor], layers: li
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     plain = scaling.get("rope_type", scaling.get("type", "default")) == "default"
+    try:
+        inverse_frequencies(2, 1.0, scaling)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"EAGLE-3 checkpoint: rope parameters {scaling} are not usable here ({error}), expected rope_type default, "
+            "linear or llama3 with all its numbers; use another draft"
+        ) from error
     head_config = {
         **own.get("head_config", {}),
         "hidden_size": config["hidden_size"],

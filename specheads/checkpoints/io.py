@@ -26,6 +26,8 @@ from specheads.utils import InputError, disk_error
 
 CONFIG_FILE = "config.json"
 MODEL_FILE = "model.safetensors"
+TENSOR_FILES = (MODEL_FILE, "medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
+CHECKPOINT_FILES = (CONFIG_FILE, "README.md", *TENSOR_FILES)  # all that a checkpoint's folder holds
 SHOWN = 6  # names listed in an error
 
 
@@ -130,6 +132,30 @@ def temporary_folder(goal: str | os.PathLike[str]) -> Iterator[Path]:
     finally:
         if part is not None:
             shutil.rmtree(part, ignore_errors=True)
+
+
+def refuse_other_content(goal: str | os.PathLike[str]) -> None:
+    """Let a checkpoint be written only to a new or empty folder, or over a checkpoint of this package.
+
+    Raises:
+        InputError: something else is there.
+    """
+    goal = Path(goal)
+    if not goal.exists() or (goal.is_dir() and not any(goal.iterdir())):
+        return
+    strange = sorted(path.name for path in goal.iterdir() if path.name not in CHECKPOINT_FILES) if goal.is_dir() else []
+    if goal.is_dir() and not strange:
+        config = read_json(goal / CONFIG_FILE) if (goal / CONFIG_FILE).is_file() else {}
+        if config.get("format") == "specheads" or "specheads" in config:
+            return
+    if goal.is_dir():
+        what = f"a folder with {listed(strange)}" if strange else "a folder of another origin"
+    else:
+        what = "a file"
+    raise InputError(
+        f"{goal}: is {what}, expected a new or empty folder, or an earlier checkpoint of specheads to replace; "
+        "choose another folder"
+    )
 
 
 def _replace(part: Path, goal: Path) -> None:

@@ -28,6 +28,7 @@ from specheads.utils import InputError
 
 NAME = "medusa"
 HEADS = ("medusa",)
+READERS = "specheads, vLLM (name the method: `medusa`), TGI, TensorRT-LLM, the reference (exactly 5 heads)"
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 BLOCK = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specheads.checkpoints.io import CONFIG_FILE, MODEL_FILE, temporary_folder, write_tensors
+from specheads.checkpoints.io import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    refuse_other_content,
+    temporary_folder,
+    write_tensors,
+)
 from specheads.heads.base import Head
 from specheads.types import TargetConfig
 from specheads.utils import InputError, write_json
@@ -23,6 +29,7 @@ from specheads.utils import InputError, write_json
 NAME = "native"
 FILES = (MODEL_FILE,)
 HEADS = ("medusa", "eagle3")
+READERS = "specheads"
 FORMAT, FORMAT_VERSION = "specheads", 1
 FEATURE_CONVENTION = "input of layer i; L = raw last state"
 TARGET_FACTS = ("name", "model_type", "hidden_size", "vocab_size", "num_layers", "context_limit", "fingerprint")
@@ -63,8 +70,10 @@ def save_native(
     """A native checkpoint at ``folder``, whole or not at all. ``dtype``: of the floating-point tensors.
 
     Raises:
-        InputError: a tensor is empty or not finite, or the disk is full; what was there before is untouched.
+        InputError: a tensor is empty or not finite, the folder holds something else, or the disk is full; what was
+            there before is untouched.
     """
+    refuse_other_content(folder)
     with temporary_folder(folder) as part:
         write_native(part, head, target_config, extra, dtype)
     return Path(folder)

@@ -10,6 +10,8 @@ from typer.core import TyperGroup
 from specheads.cli.console import report_error
 from specheads.utils import InputError
 
+CONTINUED = ("quickstart", "generate", "train")  # verbs that take up what an interrupted run left
+
 
 class Verbs(TyperGroup):
     """Turns the two ends of a run that are no bugs into one line: wrong input (exit 2) and Ctrl-C (exit 130)."""
@@ -22,7 +24,8 @@ class Verbs(TyperGroup):
             report_error(str(error))
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            report_error("stopped; nothing written is lost, and the same command again continues from there")
+            goes_on = ctx.invoked_subcommand in CONTINUED
+            report_error("stopped" + ("; the same command again continues from what is written" if goes_on else ""))
             raise typer.Exit(130) from None
 
 

@@ -116,15 +116,16 @@ class Console:
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None) -> None:
         """A table; numbers stand right."""
         from rich.table import Table
+        from rich.text import Text  # what a file or a person wrote may hold [brackets], which are no markup
 
         if self.silent:
             return
-        table = Table(title=title)
+        table = Table(title=Text(title) if title else None)
         for index, column in enumerate(columns):
             numeric = rows and all(isinstance(row[index], (int, float)) for row in rows)
             table.add_column(column, justify="right" if numeric else "left")
         for row in rows:
-            table.add_row(*(_cell(value) for value in row))
+            table.add_row(*(Text(_cell(value)) for value in row))
         self.rich.print(table)
 
     def draw(self, picture: Callable[[Any], None]) -> None:

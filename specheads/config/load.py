@@ -55,10 +55,10 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that no calendar has
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or "not YAML"
+        problem = getattr(error, "problem", None) or str(error) or "not YAML"
         raise InputError(f"recipe: {path}{where}: broken YAML ({problem}); correct the file") from None
     if node is None or values is None:
         raise InputError(f"recipe: {path} is empty, expected sections such as head: and training:")
@@ -107,7 +107,7 @@ def parse_override(text: str) -> tuple[Key, Any]:
         raise InputError(f"override: got {text!r}, expected section.key=value, such as training.minutes=10")
     try:
         return parts, yaml.safe_load(value)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that no calendar has
         raise InputError(f"{name}: the value {value!r} is not YAML; put it in quotes, or lists in [ ]") from None
 
 

@@ -28,9 +28,7 @@ class DataSection(Section):
 
     prompts: str = "builtin"  # "builtin" or a JSONL file of {"messages": [...]}
     answers: str | None = None  # distilled JSONL, "builtin" (ships for smollm2-135m), or none: the target writes them
-    live_rows: int | None = Field(
-        default=None, ge=0
-    )  # prompts the target answers now (none: all, or 0 beside ``answers``)
+    live_rows: int | None = Field(default=None, ge=0)  # prompts answered now (none: all, or 0 beside ``answers``)
     samples_per_prompt: int = Field(default=1, ge=1)
     temperatures: tuple[Annotated[float, Field(ge=0)], ...] = Field(default=(0.0, 0.8), min_length=1)  # taken in turn
     max_new_tokens: int = Field(default=192, ge=1)
@@ -93,7 +91,7 @@ class TrainingSection(Section):
     log_every: int = Field(default=10, ge=1)  # steps, as the two below
     save_every: int = Field(default=200, ge=1)
     eval_every: int = Field(default=200, ge=1)
-    eval_draft_steps: int | None = Field(default=7, ge=1)  # of the simulated acceptance; none: the head's own
+    eval_draft_steps: int | None = Field(default=7, ge=1, le=16)  # of the simulated acceptance; none: the head's own
     keep_checkpoints: int = Field(default=3, ge=1)  # newest ones, beside the best
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()  # get the recipe and metrics.jsonl's numbers
 
@@ -125,7 +123,7 @@ class DecodingSection(Section):
     lookup_drafts: int = Field(default=15, ge=1)
     tree_depth: int | None = Field(default=None, ge=1, le=16)  # none: 5 for EAGLE-3, every head for Medusa
     tree_top_k: int | None = Field(default=None, ge=1)  # none: 4 for EAGLE-3, every measured rank for Medusa
-    tree_nodes: int = Field(default=16, ge=2)  # at most, root included (a Medusa head keeps its best 64 of training)
+    tree_nodes: int = Field(default=16, ge=2)  # of the head, root included; joined: with the look-up's
     max_new_tokens: int = Field(default=256, ge=1)
     temperature: float = Field(default=0.0, ge=0)  # 0 is greedy
     top_k: int = Field(default=0, ge=0)  # 0 is off
@@ -158,7 +156,7 @@ class Recipe(Section):
     decoding: DecodingSection = DecodingSection()
     export: ExportSection = ExportSection()
     output_dir: str = Field(default="runs/default", min_length=1)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**62)
 
     @field_validator("export")
     @classmethod

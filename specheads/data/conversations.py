@@ -73,14 +73,29 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             value = json.loads(record)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or endless nesting
+            place = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
             raise InputError(
-                f"{path}:{number}: broken JSON at column {error.colno} ({error.msg}); expected one JSON object a line. "
-                "Mend or delete that line"
+                f"{path}:{number}: broken JSON{place} ({getattr(error, 'msg', error)}); expected one JSON object a "
+                "line. Mend or delete that line"
             ) from None
         if not isinstance(value, dict):
             raise InputError(f"{path}:{number}: got {type(value).__name__}, expected a JSON object with 'messages'")
+        if "\\u" in record and _half_character(value):
+            raise InputError(
+                f"{path}:{number}: holds half a character (an unpaired \\ud800 to \\udfff), which is no text; mend or "
+                "delete that line"
+            )
         yield number, value
+
+
+def _half_character(value: dict[str, Any]) -> bool:
+    """Whether a text in it cannot be written as UTF-8."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _messages(value: dict[str, Any], where: str) -> list[Message]:
@@ -170,8 +185,9 @@ def read_prompts(source: str | Path) -> tuple[list[Prompt], Skipped]:
             messages = _usable(value, where, ("user", "tool"), skipped)
             if not messages:
                 continue
-            name = str(value["id"]) if "id" in value else digest(messages)
-            if name in places and "id" in value:
+            named = value.get("id") not in (None, "")
+            name = str(value["id"]) if named else digest(messages)
+            if name in places and named:
                 raise InputError(f"{where}: id {name!r} is also the id of {places[name]}; ids must be unique")
             if name in places:
                 skipped["repeated prompt"] += 1

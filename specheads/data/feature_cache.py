@@ -86,7 +86,6 @@ class FeatureCache:
             "prompt_ids": [row.prompt_id for row in rows],
             "categories": [row.category for row in rows],
             "lengths": [len(row.input_ids) for row in rows],
-            "supervised": [sum(row.loss_mask) for row in rows],
             "shards": {},
         }
         write_json(folder / "index.json", index)

@@ -37,7 +37,7 @@ WINDOW = 8  # batches whose prompts are sorted together: neighbours of like leng
 @dataclass
 class DistillReport:
     """What a run wrote. ``rows`` and ``tokens`` count this run; ``reused`` rows stood in the file before; ``replaced``
-    of the new rows took the place of one with another prompt or other settings."""
+    of the new rows took the place of one with another prompt or other settings; ``ids``: of every row asked for."""
 
     rows: int = 0
     tokens: int = 0
@@ -45,6 +45,7 @@ class DistillReport:
     replaced: int = 0
     skipped: Skipped = field(default_factory=Skipped)
     seconds: float = 0.0
+    ids: frozenset[str] = frozenset()
 
     @property
     def tokens_per_s(self) -> float:
@@ -72,7 +73,7 @@ def finished_rows(path: Path) -> dict[str, dict[str, Any]]:
             continue
         try:
             row = json.loads(line.decode("utf-8"))
-        except ValueError:  # UnicodeDecodeError is one
+        except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
             if number == len(lines):
                 break  # the kill came in the middle of this write
             raise InputError(
@@ -234,6 +235,11 @@ def distill(
     _check_options(engine, max_new_tokens, batch_size, answers_per_prompt, temperatures)
     path, report = Path(out_path), DistillReport()
     room = target.config.context_limit - max_new_tokens
+    if room < 1:
+        raise InputError(
+            f"max_new_tokens: got {max_new_tokens}, expected less than the target's context limit of "
+            f"{target.config.context_limit} tokens, with room for the prompt; set data.max_new_tokens lower"
+        )
     wanted = plan(
         target,
         prompts,
@@ -245,6 +251,12 @@ def distill(
         seed=seed,
         skipped=report.skipped,
     )
+    if prompts and not wanted:
+        raise InputError(
+            f"prompts: none of {len(prompts)} can be answered ({report.skipped.describe()}); give shorter prompts, or "
+            "raise data.max_prompt_tokens or lower data.max_new_tokens"
+        )
+    report.ids = frozenset(wanted)
     found = finished_rows(path)
     _check_same_source(path, found, target)
     done = {name for name, asked in wanted.items() if name in found and _answers(found[name], *asked, max_new_tokens)}

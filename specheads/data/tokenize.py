@@ -17,6 +17,8 @@ from specheads.data.conversations import Message, Skipped
 from specheads.data.spans import SkipRow, answer_spans, check_template, cut_ids, render, special_texts, to_ids
 from specheads.utils import InputError
 
+MAX_UNUSABLE = 0.1  # share of rows without anything to learn; more of them is a mistake in the data
+
 
 @dataclass(frozen=True)
 class Encoded:
@@ -113,12 +115,11 @@ def encode_rows(
     *,
     eos_ids: Iterable[int] = (),
     vocab_size: int | None = None,
-    max_unusable: float = 0.1,
 ) -> EncodeReport:
     """Encode all rows; what cannot be used is counted by reason.
 
     Raises:
-        InputError: no row is usable, more than the share ``max_unusable`` of them is not, the template does not fit
+        InputError: no row is usable, more than a tenth of them is not, the template does not fit
             the span method (only when a row needs it), or an id is beyond the embedding.
     """
     report, total, checked = EncodeReport(), 0, False
@@ -137,10 +138,10 @@ def encode_rows(
         report.tokens += len(encoded.input_ids)
         report.supervised += sum(encoded.loss_mask)
     lost = report.skipped.total()
-    if not report.rows or lost > max_unusable * total:
+    if not report.rows or lost > MAX_UNUSABLE * total:
         raise InputError(
             f"rows: {lost} of {total} have nothing to learn from ({report.skipped.describe()}), at most "
-            f"{max_unusable:.0%} may; look at one with `specheads inspect`, or raise max_length (now {max_length})"
+            f"{MAX_UNUSABLE:.0%} may; look at one with `specheads inspect`, or raise max_length (now {max_length})"
         )
     return report
 

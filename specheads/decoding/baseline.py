@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specheads.decoding.decoder import Decoder, Session
+from specheads.decoding.decoder import Decoder, Session, finite_choice, refuse_not_a_number
 from specheads.sampling import pick
 from specheads.target.adapter import Target
 
@@ -25,8 +25,10 @@ class PlainDecoder(Decoder):
         session.count.lap("target")
         following = pick(out.logits[:, 0], session.sampling, session.generator)
         kept = [0] * len(rows.prompts)
-        for row, token in enumerate(following.tolist()):
+        facts = torch.stack([finite_choice(out.logits[:, 0], following), following], dim=1)
+        for row, (number, token) in enumerate(facts.tolist()):
             if rows.finish[row] is None:
+                refuse_not_a_number(number)
                 kept[row] = rows.take(row, [token])
                 session.count.step(row, drafted=0, accepted=0, emitted=1, nodes=1)
         cache.commit(torch.zeros_like(root)[:, None], torch.tensor(kept, device=root.device), max(kept))

@@ -27,9 +27,28 @@ from specheads.target.adapter import Target
 from specheads.tree.build import cut_depth
 from specheads.tree.draft_tree import DraftTree
 from specheads.types import GenerationOutput, SamplingParams, Verdict
+from specheads.utils import InputError
 from specheads.verify import verifier_for
 
 GREEDY = SamplingParams()
+
+
+def finite_choice(logits: Tensor, chosen: Tensor) -> Tensor:
+    """Whether the logit of every chosen token is a finite number (a NaN wins every maximum). B V, B -> B int64."""
+    return logits.gather(1, chosen[:, None])[:, 0].isfinite().long()
+
+
+def refuse_not_a_number(finite: int | bool) -> None:
+    """Stop a call whose target gives no numbers; what it emitted before stands.
+
+    Raises:
+        InputError: not finite.
+    """
+    if not finite:
+        raise InputError(
+            "target: its logits are not finite, expected numbers; its dtype overflows on this text (load it with "
+            "target.dtype=fp32) or its weights are damaged"
+        )
 
 
 @dataclass
@@ -142,6 +161,7 @@ class Decoder(ABC):
         width = tokens.shape[1]
         session.cache.commit(torch.arange(width, device=tokens.device).expand(tokens.shape), lengths, width)
         root = pick(out.logits[:, 0], session.sampling, session.generator)
+        refuse_not_a_number(bool(finite_choice(out.logits[:, 0], root).all()))
         for row, token in enumerate(root.tolist()):
             session.rows.take(row, [token])
         if session.drafter and session.rows.active():
@@ -177,7 +197,7 @@ class SpeculativeDecoder(Decoder):
         assert out.logits is not None
         count.lap("target")
         verdict = verifier_for(session.sampling)(tree, out.logits, session.sampling, session.generator)
-        counts, longest = self._emit(session, tree, verdict)
+        counts, longest = self._emit(session, tree, verdict, out.logits)
         path = verdict.path[:, :longest]  # B P
         cache.commit(path, counts, longest)
         count.lap("verify")
@@ -198,20 +218,26 @@ class SpeculativeDecoder(Decoder):
             return tree
         return cut_depth(tree, torch.tensor(rooms, device=tree.tokens.device))
 
-    def _emit(self, session: Session, tree: DraftTree, verdict: Verdict) -> tuple[Tensor, int]:
+    def _emit(self, session: Session, tree: DraftTree, verdict: Verdict, logits: Tensor) -> tuple[Tensor, int]:
         """Emit the accepted tokens; returns how many nodes each row commits (B) and the largest such number.
 
         The only place of a step where results come to the host. A row commits as many nodes as it emitted tokens:
         the root and all emitted tokens but the last, so after a cut nothing behind the end is in the cache either.
+
+        Raises:
+            InputError: see ``refuse_not_a_number``.
         """
-        facts = torch.stack([verdict.counts, verdict.bonus, tree.depths.amax(1), tree.valid.sum(1)], dim=1)
+        rows, ends = torch.arange(len(logits), device=logits.device), verdict.counts - 1
+        finite = finite_choice(logits[rows, verdict.path[rows, ends]], verdict.bonus)
+        facts = torch.stack([finite, verdict.counts, verdict.bonus, tree.depths.amax(1), tree.valid.sum(1)], dim=1)
         emitted = tree.tokens.gather(1, verdict.path)  # B N: root, accepted drafts, then padding
         kept = []
         session.accepted = [0] * len(session.rows.prompts)
-        for row, (accepted, bonus, depth, nodes, *tokens) in enumerate(torch.cat([facts, emitted], 1).tolist()):
+        for row, (number, accepted, bonus, depth, nodes, *tokens) in enumerate(torch.cat([facts, emitted], 1).tolist()):
             if session.rows.finish[row] is not None:
                 kept.append(0)
                 continue
+            refuse_not_a_number(number)
             kept.append(session.rows.take(row, [*tokens[1:accepted], bonus]))
             session.accepted[row] = accepted - 1
             session.count.step(row, drafted=depth, accepted=accepted - 1, emitted=kept[-1], nodes=nodes)

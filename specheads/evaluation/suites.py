@@ -11,16 +11,14 @@ under test gets that same conversation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from specheads.data.conversations import Message, clean_turns, read_jsonl, read_prompts, trim
-from specheads.utils import InputError
+from specheads.utils import InputError, spread
 
 BUILTIN = "heldout"
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -58,15 +56,6 @@ def load_suite(source: str | Path, *, per_category: int | None = None) -> list[S
         groups.setdefault(row.category, []).append(row)
     kept = {row.id for members in groups.values() for row in spread(members, per_category)}
     return [row for row in rows if row.id in kept]
-
-
-def spread(rows: Sequence[Item], limit: int | None) -> list[Item]:
-    """``limit`` rows at even distances, the first and the last among them; always the same ones."""
-    if limit is None or limit >= len(rows):
-        return list(rows)
-    if limit == 1:
-        return [rows[0]]
-    return [rows[index * (len(rows) - 1) // (limit - 1)] for index in range(limit)]
 
 
 def _read(path: Path) -> list[SuitePrompt]:

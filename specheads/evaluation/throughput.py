@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from specheads.evaluation import acceptance
 from specheads.evaluation.runs import timed_call
 from specheads.hardware import dtype_name, matmul_rate
+from specheads.target.adapter import Target
 from specheads.types import DecodeStats
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
@@ -194,3 +195,18 @@ def _probe(
         seconds += flops / (rate * 1e9)
         shown.append((f"{m}x{k}x{n} {dtype_name(dtype)}", flops / total, rate))
     return covered / seconds / 1e9, tuple(shown)
+
+
+# --- features ---------------------------------------------------------------------------------------------------------
+
+
+def forward_rate(target: Target, tokens: int = 512) -> float:
+    """Tokens per second of a forward as feature extraction does it (the best of three: others may use the machine)."""
+    tokens = min(tokens, target.config.context_limit)
+    ids = (torch.arange(tokens) % target.config.vocab_size)[None].to(target.device)
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        target.forward(ids, layer_ids=(target.config.num_layers,), logits="none")
+        best = min(best, time.perf_counter() - start)
+    return tokens / best

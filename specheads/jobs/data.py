@@ -18,7 +18,7 @@ from specheads.data.generate import DistillReport, distill
 from specheads.data.tokenize import Encoded, encode_rows
 from specheads.jobs.screen import Screen
 from specheads.target.adapter import Target
-from specheads.utils import InputError
+from specheads.utils import InputError, spread
 
 
 @dataclass
@@ -28,12 +28,6 @@ class Rows:
     train: list[Encoded]
     heldout: list[Encoded]
     report: dict[str, Any]
-
-
-def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """``count`` prompts at even distances, so that every category has its share."""
-    count = min(count, len(prompts))
-    return [prompts[index * len(prompts) // count] for index in range(count)]
 
 
 def answers_file(recipe: Recipe) -> Path:
@@ -64,7 +58,7 @@ def write_answers(
     counted = DistillReport()
     given = distilled_file(recipe)
     elsewhere = read_rows(given)[0] if given is not None and given.resolve() != path.resolve() else []
-    answered = Counter(str(row.get("prompt_id", row["id"])) for row in elsewhere)
+    answered = Counter(str(row["id"] if row.get("prompt_id") is None else row["prompt_id"]) for row in elsewhere)
     start = time.perf_counter()
     with screen.stage("answers") as progress:
 
@@ -108,7 +102,7 @@ def chosen_prompts(recipe: Recipe) -> tuple[list[Prompt], dict[str, int]]:
     """
     prompts, skipped = read_prompts(recipe.data.prompts)
     wanted = recipe.data.live_rows
-    return (prompts if wanted is None else spread(prompts, wanted)), dict(skipped)
+    return spread(prompts, wanted), dict(skipped)
 
 
 def live_prompts(recipe: Recipe) -> tuple[list[Prompt], dict[str, int]]:
@@ -137,8 +131,8 @@ def distilled_file(recipe: Recipe) -> Path | None:
     path = builtin_answers(recipe.target.name)
     if path is None:
         raise InputError(
-            f"data.answers: got builtin, but no answers ship for the target {recipe.target.name}; "
-            "set data.answers=null (the target writes them) or give a file"
+            f"data.answers: got builtin, but no answers ship for the target {recipe.target.name}; set "
+            "data.answers=null data.live_rows=null (it answers all prompts), or give a file"
         )
     return path
 
@@ -161,7 +155,7 @@ def gather_rows(recipe: Recipe, target: Target, screen: Screen) -> Rows:
     if prompts:
         written = write_answers(recipe, target, prompts, answers_file(recipe), screen)
         rows, _ = read_rows(answers_file(recipe))
-        found.update((row["id"], row) for row in rows)
+        found.update((row["id"], row) for row in rows if row["id"] in written.ids)  # others are of earlier settings
         lost = dict(written.skipped)
         report["written"] = {
             "rows": written.rows + written.reused,
@@ -179,14 +173,20 @@ def encode(
     Raises:
         InputError: as ``gather_rows``.
     """
+    length = row_length(recipe, target)
     encoded = encode_rows(
         found.values(),
         target.tokenizer,
-        recipe.data.max_length,
+        length,
         eos_ids=target.config.eos_ids,
         vocab_size=target.config.vocab_size,
     )
     train, heldout = hold_out(encoded.rows, recipe.data.heldout_rows)
+    if len(heldout) < recipe.data.heldout_rows:
+        screen.line(
+            f"  only {len(heldout)} rows held out, not {recipe.data.heldout_rows}: there are {len(encoded.rows)} rows, "
+            "and at most half of the prompts are held out; answer more prompts (data.live_rows, data.answers)"
+        )
     train, left_out = limit(train, recipe.data.max_tokens)
     report |= {
         "rows": len(train),
@@ -199,10 +199,15 @@ def encode(
     }
     screen.line(
         f"rows: {len(train)} to train on ({report['tokens']:,} tokens, {report['supervised']:,} supervised), "
-        f"{len(heldout)} held out; {encoded.cut} cut to {recipe.data.max_length} tokens; "
+        f"{len(heldout)} held out; {encoded.cut} cut to {length} tokens; "
         f"{left_out} left out by max_tokens; skipped: {encoded.skipped.describe()}"
     )
     return Rows(train, heldout, report)
+
+
+def row_length(recipe: Recipe, target: Target) -> int:
+    """Tokens of the longest row: ``data.max_length``, and never more than the target's context."""
+    return min(recipe.data.max_length, target.config.context_limit)
 
 
 def check_writer(rows: Sequence[dict[str, Any]], target: Target, source: str) -> None:
@@ -216,7 +221,8 @@ def check_writer(rows: Sequence[dict[str, Any]], target: Target, source: str) ->
         if writer.get("fingerprint") not in (None, target.config.fingerprint):
             raise InputError(
                 f"{source}: row {row.get('id')!r} was written by {writer.get('model')} ({writer['fingerprint']}), this "
-                f"target is {target.config.name} ({target.config.fingerprint}); set data.answers=null to have it answer"
+                f"target is {target.config.name} ({target.config.fingerprint}); set data.answers=null "
+                "data.live_rows=null to have it answer"
             )
 
 
@@ -280,7 +286,7 @@ def features(
                 part,
                 layer_ids,
                 Path(recipe.output_dir) / "features",
-                max_length=recipe.data.max_length,
+                max_length=row_length(recipe, target),
                 tokens_per_batch=recipe.data.tokens_per_batch,
                 progress=lambda done, total, show=progress: show(done, total, tokens=done),  # type: ignore[misc]
             )

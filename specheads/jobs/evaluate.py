@@ -13,10 +13,10 @@ from specheads.evaluation.divergence import Divergence, Identity, raise_for_erro
 from specheads.evaluation.record import BenchmarkReport, Row
 from specheads.evaluation.report import print_report, write_report
 from specheads.evaluation.runs import encode_suite
-from specheads.evaluation.suites import load_suite, spread
+from specheads.evaluation.suites import load_suite
 from specheads.jobs.screen import Screen
 from specheads.jobs.stages import file_digest
-from specheads.utils import write_json
+from specheads.utils import spread, write_json
 
 
 def evaluate(

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from specheads import build
 from specheads.checkpoints import load_draft, read_files
@@ -19,8 +16,9 @@ from specheads.config.schema import Recipe
 from specheads.data.conversations import read_jsonl, read_prompts, read_rows
 from specheads.data.features import stored_layers
 from specheads.data.tokenize import Encoded, encode_rows, supervised_view
+from specheads.evaluation.throughput import forward_rate
 from specheads.heads.base import Head
-from specheads.jobs.data import distilled_file, live_prompts
+from specheads.jobs.data import distilled_file, live_prompts, row_length
 from specheads.jobs.screen import NoScreen, Screen
 from specheads.jobs.train import train
 from specheads.target.adapter import Target
@@ -86,13 +84,13 @@ def inspect_recipe(recipe: Recipe, screen: Screen) -> dict[str, Any]:
         encoded = encode_rows(
             rows,
             target.tokenizer,
-            recipe.data.max_length,
+            row_length(recipe, target),
             eos_ids=target.config.eos_ids,
             vocab_size=target.config.vocab_size,
         ).rows
     answers = len(prompts) * recipe.data.samples_per_prompt
     tokens = sum(len(row.input_ids) for row in encoded)
-    tokens += answers * min(recipe.data.max_new_tokens + 64, recipe.data.max_length)
+    tokens += answers * min(recipe.data.max_new_tokens + 64, row_length(recipe, target))
     tokens = min(tokens, recipe.data.max_tokens or tokens)
     head = build.build_head(recipe, target, encoded or [Encoded("none", "none", "none", [0], [True])])
     return show(_needs(recipe, target, head, answers, tokens), screen, f"recipe for {recipe.target.name}")
@@ -129,18 +127,6 @@ def _needs(recipe: Recipe, target: Target, head: Head, answers: int, tokens: int
         },
         "output": recipe.output_dir,
     }
-
-
-def forward_rate(target: Target, tokens: int = 512) -> float:
-    """Tokens per second of a forward as feature extraction does it (the best of three: others may use the machine)."""
-    tokens = min(tokens, target.config.context_limit)
-    ids = (torch.arange(tokens) % target.config.vocab_size)[None].to(target.device)
-    best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        target.forward(ids, layer_ids=(target.config.num_layers,), logits="none")
-        best = min(best, time.perf_counter() - start)
-    return tokens / best
 
 
 def dry(recipe: Recipe, screen: Screen) -> dict[str, Any]:
@@ -209,7 +195,7 @@ def inspect_data(path: Path, row: str | None, overrides: Sequence[str], screen: 
     report = encode_rows(
         rows,
         target.tokenizer,
-        recipe.data.max_length,
+        row_length(recipe, target),
         eos_ids=target.config.eos_ids,
         vocab_size=target.config.vocab_size,
     )

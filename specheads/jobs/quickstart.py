@@ -21,11 +21,11 @@ from specheads.config.schema import Recipe
 from specheads.data.conversations import builtin_answers, read_prompts, read_rows
 from specheads.data.tokenize import template_hash
 from specheads.evaluation.report import print_report
+from specheads.evaluation.throughput import forward_rate
 from specheads.hardware import dtype_name
 from specheads.jobs import evaluate as evaluation
 from specheads.jobs.data import answers_file, live_prompts, write_answers
 from specheads.jobs.export import export
-from specheads.jobs.inspect import forward_rate
 from specheads.jobs.screen import Screen
 from specheads.jobs.stages import Stages, clear, file_digest, fingerprint
 from specheads.jobs.train import described, keep, prepare, run_trainer

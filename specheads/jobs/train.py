@@ -117,6 +117,7 @@ def prepare_together(
     launcher = os.getppid()
     if accelerator.is_main_process:
         prepared = prepare(recipe, target, screen)
+        ready.parent.mkdir(parents=True, exist_ok=True)
         ready.touch()
     else:
         while not ready.exists():

@@ -62,10 +62,6 @@ class DraftVocab:
         """D int64: the target id of every draft id."""
         return self.d2t + torch.arange(self.size, device=self.d2t.device)
 
-    def to_target(self, draft_ids: Tensor) -> Tensor:
-        """Draft ids [...] -> target ids [...]."""
-        return draft_ids + self.d2t[draft_ids]
-
     def to_draft(self, target_ids: Tensor) -> Tensor:
         """Target ids [...] -> draft ids [...], -1 where a token is not in the draft vocabulary."""
         ranks = self.t2d.cumsum(0) - 1  # V

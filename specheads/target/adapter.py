@@ -41,8 +41,6 @@ class Target(ABC):
         self.parts = parts
         self.dtype_reason = dtype_reason
         self.note = ""  # why this class serves the model, filled in by the loader
-        # the model's own sampling defaults would otherwise fill what a caller leaves open
-        self.model.generation_config = GenerationConfig()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -144,7 +142,9 @@ class Target(ABC):
             groups.setdefault(allowed, []).append(row)
         tokens: list[list[int]] = [[] for _ in prompts]
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            if sampling.seed is not None:
+            if sampling.seed is None:
+                torch.seed()  # the state that the fork puts back would give the same text in every call
+            else:
                 torch.manual_seed(sampling.seed)
             for allowed, rows in groups.items():
                 batch = [list(prompts[row]) for row in rows]
@@ -172,7 +172,12 @@ class Target(ABC):
             eos_token_id=list(stops) or None,
             pad_token_id=pad,
         )
-        out = self.model.generate(ids, attention_mask=seen.to(self.device), generation_config=settings)  # type: ignore[operator]
+        # the model's own sampling defaults would fill what is left open here
+        defaults, self.model.generation_config = self.model.generation_config, GenerationConfig()
+        try:
+            out = self.model.generate(ids, attention_mask=seen.to(self.device), generation_config=settings)  # type: ignore[operator]
+        finally:
+            self.model.generation_config = defaults
         rows = []
         for new in out[:, longest:].tolist():
             end = next((place + 1 for place, token in enumerate(new) if token in stops), len(new))

@@ -7,8 +7,9 @@ import json
 from typing import Any
 
 from specheads.data.collate import collate
-from specheads.data.dataset import BatchPlan, FeatureDataset, RowSource, every_row_once
+from specheads.data.dataset import BatchPlan, FeatureDataset, OnlineFeatureDataset, RowSource, every_row_once
 from specheads.types import FeatureSpec, HeadInputs
+from specheads.utils import spread
 
 
 def load_batch(dataset: RowSource, rows: list[int], spec: FeatureSpec) -> HeadInputs:
@@ -19,14 +20,15 @@ def load_batch(dataset: RowSource, rows: list[int], spec: FeatureSpec) -> HeadIn
 def rows_fingerprint(dataset: RowSource) -> str:
     """Identity of a data set: its rows in their order, and the cache their features are in."""
     cache = dataset.cache.index.get("fingerprint") if isinstance(dataset, FeatureDataset) else None
-    facts = [cache, list(dataset.layer_ids), dataset.lengths, dataset.prompt_ids]
+    online = dataset.encoded if isinstance(dataset, OnlineFeatureDataset) else []
+    tokens = hashlib.sha256(json.dumps([[row.input_ids, row.loss_mask] for row in online]).encode()).hexdigest()
+    facts = [cache, tokens, list(dataset.layer_ids), dataset.lengths, dataset.prompt_ids]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def evaluation_batches(dataset: RowSource, limit: int, rows_per_batch: int) -> list[list[int]]:
     """At most ``limit`` rows, evenly spread over the data set (which may be sorted by category), each once."""
-    count = min(limit, len(dataset))
-    chosen = [index * len(dataset) // count for index in range(count)]
+    chosen = spread(range(len(dataset)), limit)
     groups = every_row_once([dataset.lengths[row] for row in chosen], rows_per_batch)
     return [[chosen[place] for place in group] for group in groups]
 

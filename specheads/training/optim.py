@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from specheads.modules.decoder_layer import MLP, Attention
 from specheads.utils import InputError
 
-# parameters whose names hold one of these parts are output rows or embeddings; a head may set its own `adamw_names`
+# parameters whose names hold one of these parts are output rows or embeddings
 ADAMW_NAMES = ("lm_head", "output", "embed")
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic tuned for a steep slope at zero, as published
 
@@ -187,13 +187,12 @@ def build_optimizer(
     """
     if kind not in ("muon", "adamw"):
         raise InputError(f"optimizer: got {kind!r}, expected muon or adamw")
-    outputs = getattr(head, "adamw_names", ADAMW_NAMES)
     trained = [(name, parameter) for name, parameter in head.named_parameters() if parameter.requires_grad]
     if not trained:
         raise InputError("head: no parameter is trainable; unfreeze at least one (requires_grad)")
 
     def hidden(name: str, parameter: Tensor) -> bool:
-        return kind == "muon" and parameter.ndim == 2 and not any(part in name for part in outputs)
+        return kind == "muon" and parameter.ndim == 2 and not any(part in name for part in ADAMW_NAMES)
 
     members: dict[str, torch.optim.Optimizer] = {}
     matrices = [parameter for name, parameter in trained if hidden(name, parameter)]

@@ -89,6 +89,7 @@ class Trainer:
         self.identity = {
             "target": target_config.fingerprint,
             "dataset": rows_fingerprint(dataset),
+            "heldout": rows_fingerprint(evaluation_dataset) if evaluation_dataset is not None else None,
             "head": head.config_dict(),
             "processes": self.world,
         }
@@ -265,7 +266,7 @@ class Trainer:
         self.log.start(self.step, self.max_steps, asdict(settings))
         self.head.train()
         progress = self.progress()
-        while progress < 1:
+        while progress < 1 or not self.step:  # a budget of an instant is one step, so that there is a checkpoint
             numbers = self.train_step(progress)
             progress = self.progress()
             done = progress >= 1

@@ -283,3 +283,10 @@ def test_medusa_damage(change: Any, message: str) -> None:
     change(out)
     with pytest.raises(InputError, match=message):
         medusa.to_native(written, out)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "yarn", "factor": 4.0}, {"rope_type": "linear"}, {"type": "dynamic"}])
+def test_eagle3_rope_that_is_not_known_is_refused(rope: dict[str, Any]) -> None:
+    written, out = eagle3.from_native(*eagle())
+    with pytest.raises(InputError, match="expected rope_type default, linear or llama3"):
+        eagle3.to_native({**written, "rope_parameters": {**rope, "rope_theta": 1e4}}, out)

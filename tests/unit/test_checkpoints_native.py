@@ -140,7 +140,7 @@ def test_config_that_is_no_json_object(saved: Path, text: str) -> None:
         (replace(TARGET, hidden_size=16), r"hidden_size 8\), but the target is tiny \(hidden_size 16"),
         (replace(TARGET, vocab_size=17), "vocab_size 16"),
         (replace(TARGET, num_layers=4), "num_layers 3"),
-        (replace(TARGET, fingerprint="beef"), "fingerprint f00d.*allow_other_target"),
+        (replace(TARGET, fingerprint="beef"), "fingerprint f00d"),
     ],
 )
 def test_wrong_target(saved: Path, target: Any, message: str) -> None:
@@ -148,10 +148,24 @@ def test_wrong_target(saved: Path, target: Any, message: str) -> None:
         load_draft(saved, target)
 
 
-def test_another_fingerprint_may_be_allowed(saved: Path) -> None:
-    load_draft(saved, replace(TARGET, fingerprint="beef"), allow_other_target=True)
-    with pytest.raises(InputError, match="hidden_size"):
-        load_draft(saved, replace(TARGET, hidden_size=16), allow_other_target=True)
+def test_fewer_positions_than_the_target_are_told(saved: Path) -> None:
+    with pytest.warns(UserWarning, match=f"made for {TARGET.context_limit} positions, the target takes 4096"):
+        load_draft(saved, replace(TARGET, context_limit=4096))
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "config.json"])
+def test_a_folder_of_something_else_is_never_replaced(saved: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / name).write_text('{"model_type": "llama"}')
+    with pytest.raises(InputError, match="expected a new or empty folder"):
+        save_native(folder, load_draft(saved, TARGET), TARGET)
+    assert (folder / name).read_text() == '{"model_type": "llama"}'
+    (folder / name).unlink()
+    for _ in range(2):  # empty, then a checkpoint of ours
+        save_native(folder, load_draft(saved, TARGET), TARGET)
+    with pytest.raises(InputError, match="is a file, expected a new or empty folder"):
+        save_native(folder / "config.json", load_draft(saved, TARGET), TARGET)
 
 
 def test_not_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,3 +198,10 @@ def test_no_console_script_is_forgotten() -> None:
     assert 'specheads = "specheads.cli:main"' in text
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "bash scripts/test.sh"
+
+
+def test_brackets_in_a_table_are_text() -> None:
+    stream = io.StringIO()
+    Console(stream=stream).table(["", ""], [("name", "[red]it[/red] [/nothing]")], title="run [1]")
+    assert "[red]it[/red] [/nothing]" in stream.getvalue()
+    assert "run [1]" in stream.getvalue()

@@ -123,6 +123,8 @@ def test_a_head_may_be_exported_natively_and_in_its_own_dialect(recipe_file: Pat
         ("=3", ("override", "section.key=value")),
         ("target.name.x=1", ("below name",)),
         ("training.minutes=[1", ("training.minutes", "not YAML")),
+        ("output_dir=2026-13-45", ("output_dir", "not YAML")),
+        (f"seed={2**70}", ("seed", "less than")),
     ],
 )
 def test_a_wrong_value_is_one_line_with_key_value_and_expectation(

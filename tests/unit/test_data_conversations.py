@@ -192,3 +192,28 @@ def test_builtin_prompts_are_whole_and_apart() -> None:
     assert not texts[0] & texts[1]
     assert not {prompt.id for prompt in train} & {prompt.id for prompt in held}
     assert len(builtin_files("builtin")) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a \\ud800 b"}', "half a character"),
+        ('{"prompt": ' + "9" * 5000 + "}", "broken JSON"),
+        ("[" * 100_000, "broken JSON"),
+    ],
+)
+def test_json_that_is_no_text_is_one_line(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(InputError, match=f"p.jsonl:2: .*{message}"):
+        read_prompts(write(tmp_path / "p.jsonl", {"prompt": "fine"}, line))
+
+
+def test_pairs_of_halves_are_text(tmp_path: Path) -> None:
+    prompts, _ = read_prompts(write(tmp_path / "p.jsonl", '{"prompt": "\\ud83d\\ude00"}'))
+    assert prompts[0].messages[0]["content"] == "\U0001f600"
+
+
+def test_an_id_of_null_is_no_id(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"id": None, "prompt": "one"}, {"id": None, "prompt": "two"})
+    names = [prompt.id for prompt in read_prompts(path)[0]]
+    assert len(set(names)) == 2
+    assert "None" not in names

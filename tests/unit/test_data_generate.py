@@ -386,3 +386,13 @@ def test_answers_that_exist_elsewhere_are_counted_on(tmp_path: Path, target: Tar
     assert prompts[0].id not in rows
     assert rows[f"{prompts[0].id}#2"]["temperature"] == 0.8
     assert prompts[1].id in rows
+
+
+def test_a_context_without_room_is_said_before_anything_is_written(target: Target, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    limit = target.config.context_limit
+    with pytest.raises(InputError, match=f"max_new_tokens: got {limit}.*context limit of {limit}"):
+        distill(target, some_prompts(2), out, max_new_tokens=limit)
+    with pytest.raises(InputError, match=r"none of 2 can be answered .*2 prompt longer than 1 tokens"):
+        distill(target, some_prompts(2), out, max_new_tokens=NEW, max_prompt_tokens=1)
+    assert not out.exists()

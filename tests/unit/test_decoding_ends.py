@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 from decoding_fakes import Liar, Oracle, RandomTrees, greedy_by_hand, prompts_of
 from fakes import tiny_target
 
@@ -256,3 +257,24 @@ def test_stop_strings_over_bytes(place: int, letters: Target):
         assert out.tokens == PlainDecoder(letters).generate([PROMPT], **request).tokens
         assert out.finish == ["stop_string"]
         assert "".join(chunk.text for chunk in decoder.stream(PROMPT, **request)) == text[: text.find(stop)]
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=1.0, seed=1)])
+@pytest.mark.parametrize("after", [0, 3])
+def test_logits_that_are_no_numbers_stop_the_call(
+    target: Target, words: list[int], monkeypatch: pytest.MonkeyPatch, after: int, sampling: SamplingParams
+) -> None:
+    for decoder in (PlainDecoder(target), oracle(target, words, depth=2)):
+        calls, forward = [0], target.forward
+
+        def broken(*args, forward=forward, calls=calls, **options):
+            out = forward(*args, **options)
+            calls[0] += 1
+            if calls[0] > after:
+                out.logits = torch.full_like(out.logits, float("nan"))
+            return out
+
+        with monkeypatch.context() as patch:
+            patch.setattr(target, "forward", broken)
+            with pytest.raises(InputError, match="logits are not finite"):
+                decoder.generate([PROMPT], max_new_tokens=20, eos_ids=(), sampling=sampling)

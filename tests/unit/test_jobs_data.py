@@ -11,11 +11,11 @@ import pytest
 from specheads.config.load import recipe_of
 from specheads.config.schema import Recipe
 from specheads.data.tokenize import Encoded
-from specheads.jobs.data import answers_file, features, gather_rows, hold_out, limit, spread
+from specheads.jobs.data import answers_file, encode, features, gather_rows, hold_out, limit
 from specheads.jobs.generate import generate
 from specheads.jobs.screen import NoScreen
 from specheads.target.adapter import Target
-from specheads.utils import InputError
+from specheads.utils import InputError, spread
 from tests.fakes import tiny_target
 
 
@@ -152,5 +152,25 @@ def test_limit_counts_what_it_leaves_out() -> None:
 
 
 def test_spread_reaches_over_the_whole_list() -> None:
-    assert spread(list(range(10)), 5) == [0, 2, 4, 6, 8]  # type: ignore[arg-type, comparison-overlap]
-    assert spread([1, 2], 5) == [1, 2]  # type: ignore[list-item, comparison-overlap]
+    assert spread(list(range(10)), 5) == [0, 2, 4, 6, 8]
+    assert spread([1, 2], 5) == spread([1, 2], None) == [1, 2]
+    assert spread([], 3) == []
+
+
+def test_rows_of_earlier_settings_do_not_join(tmp_path: Path, target: Target) -> None:
+    gather_rows(recipe(tmp_path, "data.samples_per_prompt=2"), target, NoScreen())
+    rows = gather_rows(recipe(tmp_path), target, NoScreen())
+    assert len(answers_file(recipe(tmp_path)).read_text().splitlines()) == 12
+    assert sorted(row.id for row in [*rows.train, *rows.heldout]) == [f"p{at}" for at in range(6)]
+
+
+def test_no_row_is_longer_than_the_context(tmp_path: Path) -> None:
+    small = tiny_target("gpt2", bytes_tokenizer=True, max_position_embeddings=40)
+    plan = recipe(tmp_path, "data.max_length=512", "data.max_new_tokens=2")
+    rows = {
+        "long": {"id": "long", "prompt_ids": [5] * 10, "output_ids": [6] * 50},
+        "short": {"id": "short", "prompt_ids": [5] * 10, "output_ids": [6] * 5},
+    }
+    encoded_rows = encode(plan, small, rows, {}, NoScreen())
+    assert sorted(len(row.input_ids) for row in [*encoded_rows.train, *encoded_rows.heldout]) == [15, 40]
+    features(plan, small, encoded_rows, (0, 1), NoScreen())

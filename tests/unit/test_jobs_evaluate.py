@@ -54,6 +54,6 @@ def test_exact_tokens_skips_what_cannot_be_answered(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(evaluation, "verify_identical", watched)
     found = evaluation.exact_tokens(loaded, NoScreen(), prompts=2, max_new_tokens=3)
-    assert seen == [["first", "last"]]
+    assert seen == [["first", "second"]]
     assert found["prompts"] == 2
     assert found["identical"] == {"plain loop": 1.0}

@@ -127,3 +127,18 @@ def test_target_is_frozen() -> None:
     assert not any(parameter.requires_grad for parameter in target.model.parameters())
     assert "StockTarget" in target.describe()
     assert "fp32" in target.describe()
+
+
+def test_without_a_seed_every_call_samples_anew() -> None:
+    target = tiny_target()
+    texts = {tuple(target.generate([[1, 5]], max_new_tokens=12, sampling=SamplingParams(1.0)).tokens[0]) for _ in "ab"}
+    assert len(texts) == 2
+
+
+def test_a_model_keeps_its_own_generation_settings() -> None:
+    model = tiny_model()
+    model.generation_config = GenerationConfig(eos_token_id=[9, EOS_ID])
+    for _ in "ab":  # a second wrap sees what the first one saw
+        target = wrap_model(model, tiny_tokenizer(), name="tiny")
+        target.generate([[1, 5, 7]], max_new_tokens=2)
+        assert target.config.eos_ids == (EOS_ID, 9)

@@ -317,3 +317,9 @@ def test_the_target_is_never_trained(tmp_path: Path) -> None:
     frozen = {id(p) for p in trainer.parts.embed_tokens.parameters()} | {id(trainer.parts.output_weight)}
     assert not frozen & {id(p) for p in trainer.optimizers.parameters}
     assert not frozen & {id(p) for p in trainer.model.parameters()}
+
+
+def test_a_budget_of_an_instant_is_one_step(tmp_path: Path) -> None:
+    _, result = train(tmp_path, minutes=1e-9, max_steps=None)
+    assert result.steps == 1
+    assert (result.best / "model.safetensors").is_file()
