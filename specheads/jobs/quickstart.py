@@ -35,7 +35,7 @@ from specheads.utils import InputError
 
 HEADS: dict[str, dict[str, Any]] = {
     "eagle3": {"type": "eagle3", "ttt_steps": 3, "draft_vocab_size": 8192},
-    "medusa": {"type": "medusa", "num_heads": 4, "draft_vocab_size": 8192},
+    "medusa": {"type": "medusa", "num_heads": 3, "draft_vocab_size": 8192},
 }
 MADE = ("stages", "data", "features", "training", build.CHECKPOINT, "export")
 LIVE_ROWS = 24  # beside a shipped set: enough to see the step
