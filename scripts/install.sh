@@ -21,12 +21,13 @@ install_specheads() { # install_specheads EXTRA, EXTRA being "" or "test"
     python="$prefix/bin/python"
     [ -x "$python" ] || fail "VIRTUAL_ENV/CONDA_PREFIX is $prefix, which holds no bin/python; deactivate it and run again"
   else
-    local prefix="$PWD/.venv"
+    local prefix="$PWD/.venv" found
     python="$prefix/bin/python"
     if ! "$python" -m pip --version >/dev/null 2>&1; then # absent, or left half made by an interrupted run
       echo "making .venv"
       rm -rf .venv
-      "$(find_python)" -m venv .venv || fail "python -m venv failed; on Debian and Ubuntu: apt install python3-venv"
+      found="$(find_python)" || exit 2
+      "$found" -m venv .venv || fail "python -m venv failed; on Debian and Ubuntu: apt install python3-venv"
     fi
   fi
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \

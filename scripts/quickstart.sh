@@ -5,4 +5,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/install.sh
 install_specheads ""
+cd "$OLDPWD" # folders among the arguments are the caller's
 exec "$python" -m specheads quickstart "$@"

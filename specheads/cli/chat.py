@@ -6,6 +6,7 @@ import sys
 
 from specheads.cli.console import Console
 from specheads.cli.options import Checkpoint, Overrides
+from specheads.utils import InputError
 
 
 def run(checkpoint: Checkpoint, overrides: Overrides = None) -> None:
@@ -15,7 +16,6 @@ def run(checkpoint: Checkpoint, overrides: Overrides = None) -> None:
     """
     from specheads.build import load_checkpoint
     from specheads.jobs.talk import Talker
-    from specheads.utils import InputError
 
     console = Console()
     talker = Talker(load_checkpoint(checkpoint, overrides or ()))
@@ -45,3 +45,5 @@ def _read() -> str | None:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
         return None
+    except UnicodeDecodeError as error:
+        raise InputError(f"stdin: not text ({error.reason}), expected UTF-8; set the terminal to UTF-8") from error

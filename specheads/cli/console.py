@@ -10,12 +10,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from json import dumps as json_text
 from typing import Any, TextIO
 
 LINE_SECONDS = 10.0  # between two lines of one stage where the output is not a terminal
-
-# progress(done, total, loss=…, tokens=…): work done so far out of total (None: unknown), and what goes with it
-Progress = Callable[..., None]
 
 
 def clock(seconds: float) -> str:
@@ -136,7 +134,8 @@ class Console:
     def json(self, value: Any) -> None:
         """The machine-readable answer, alone on stdout."""
         if not self.silent:
-            print_json(value)
+            sys.stdout.write(json_text(value, ensure_ascii=False, indent=2) + "\n")
+            sys.stdout.flush()
 
 
 def _cell(value: Any) -> str:
@@ -145,14 +144,6 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return str(value)
-
-
-def print_json(value: Any) -> None:
-    """The machine-readable answer, alone on stdout."""
-    import json
-
-    sys.stdout.write(json.dumps(value, ensure_ascii=False, indent=2) + "\n")
-    sys.stdout.flush()
 
 
 def report_error(text: str) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from specheads.cli.console import Console, print_json
+from specheads.cli.console import Console
 from specheads.cli.options import Checkpoint, Json, Overrides
 
 
@@ -25,12 +25,17 @@ def run(
 
     from specheads.build import load_checkpoint
     from specheads.jobs.talk import Talker
+    from specheads.utils import InputError
 
     console = Console(json)
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+    except UnicodeDecodeError as error:
+        raise InputError(f"stdin: not text ({error.reason}), expected UTF-8; save the prompt as UTF-8") from error
+    messages = [{"role": "user", "content": text}]
     talker = Talker(load_checkpoint(checkpoint, overrides or ()))
-    messages = [{"role": "user", "content": sys.stdin.read() if prompt == "-" else prompt}]
     answer = talker.answer(messages, show=not json, screen=console)
     if compare:
         talker.compare(messages, answer, console)
     if json:
-        print_json(answer.as_json())
+        console.json(answer.as_json())

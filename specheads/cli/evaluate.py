@@ -27,5 +27,5 @@ def run(
     from specheads.jobs.evaluate import evaluate
 
     console = Console(json=json == "-")
-    chosen = [f"evaluation.suite={quote(suite)}"] if suite else []
+    chosen = [f"evaluation.suite={quote(suite, ensure_ascii=False)}"] if suite else []
     evaluate(load_checkpoint(checkpoint, [*(overrides or ()), *chosen]), console, json_file=json, folder=out)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from specheads.cli.console import Console, print_json
+from specheads.cli.console import Console
 from specheads.cli.options import Checkpoint, Json, Overrides
 
 
@@ -28,4 +28,4 @@ def run(
     loaded = load_checkpoint(checkpoint, [*(overrides or ()), *chosen])
     folder = export_checkpoint(loaded, format, Path(out), console)
     if json:
-        print_json({"format": format, "folder": str(folder), "files": sorted(path.name for path in folder.iterdir())})
+        console.json({"format": format, "folder": str(folder), "files": sorted(path.name for path in folder.iterdir())})

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from specheads.cli.console import Console, print_json
+from specheads.cli.console import Console
 from specheads.cli.options import Json, Overrides, RecipeFile
 
 
@@ -30,4 +30,4 @@ def run(
     console = Console(json)
     report = generate(plan, output, console)
     if json:
-        print_json(report)
+        console.json(report)

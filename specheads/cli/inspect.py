@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from specheads.cli.console import Console, print_json
+from specheads.cli.console import Console
 from specheads.cli.options import Json, Overrides
 
 
@@ -27,4 +27,4 @@ def run(
     console = Console(json)
     found = inspect(what, overrides or (), row=row, dry_run=dry_run, screen=console)
     if json:
-        print_json(found)
+        console.json(found)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from specheads.cli.console import Console, print_json
+from specheads.cli.console import Console
 from specheads.cli.options import Json
 
 
@@ -33,6 +33,6 @@ def run(
 
     console = Console(json)
     recipe = quickstart.recipe_for(head, minutes, target, output, tuple(overrides or ()))
-    report = quickstart.run(recipe, console, fresh=fresh)
+    report = quickstart.run(recipe, console, fresh=fresh, overrides=tuple(overrides or ()))
     if json:
-        print_json(report)
+        console.json(report)

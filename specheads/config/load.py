@@ -83,7 +83,7 @@ def _marks(node: yaml.Node, above: Key) -> Iterator[tuple[Key, int]]:
 
 
 def _validated(values: dict[str, Any], origin: dict[Key, str], overrides: Sequence[str], source: str) -> Recipe:
-    for override in overrides:
+    for override in sorted(overrides, key=lambda text: not text.startswith("head.type=")):  # it empties its section
         key, value = parse_override(override)
         _put(values, key, value, override)
         for length in range(1, len(key) + 1):  # a section that only the command line names comes from there too

@@ -15,7 +15,7 @@ from typing import Any
 from specheads.config.schema import Recipe
 
 PACKAGES = ("specheads", "torch", "transformers", "accelerate", "safetensors", "tokenizers", "numpy", "gguf")
-_SECRET_NAME = re.compile(r"(token|secret|password|passwd|api[_-]?key|credential)s?$", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"(token|(?:secret|password|passwd|api[_-]?key|credential)s?)$", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"\b(hf_|sk-|gh[pousr]_|github_pat_)[A-Za-z0-9_-]{8,}|(?<=://)[^/@\s]+:[^/@\s]+(?=@)")
 
 

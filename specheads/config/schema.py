@@ -40,6 +40,12 @@ class DataSection(Section):
     features: Literal["cached", "online"] = "cached"
     tokens_per_batch: int = Field(default=2048, ge=16)  # of the target forwards that compute features
 
+    @model_validator(mode="after")
+    def _has_text(self) -> DataSection:
+        if self.answers is None and self.live_rows == 0:
+            raise ValueError("answers (a file, or builtin) or live_rows above 0, or nothing is there to train on")
+        return self
+
 
 class MedusaSection(Section):
     """Medusa-1 (Cai et al. 2024): K independent heads on the target's last hidden state."""

@@ -111,8 +111,9 @@ def _messages(value: dict[str, Any], where: str) -> list[Message]:
     for turn in messages:
         if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
             raise InputError(f"{where}: a turn is {json.dumps(turn)[:60]}, expected {{'role': ..., 'content': ...}}")
-        if not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):
-            kind = type(turn.get("content")).__name__
+        content = turn.get("content")
+        if not isinstance(content, str) and not (content is None and turn.get("tool_calls")):
+            kind = type(content).__name__
             raise InputError(f"{where}: the content of a {turn['role']} turn is {kind}, expected text")
     return messages
 
@@ -151,7 +152,8 @@ def _usable(value: dict[str, Any], where: str, last: tuple[str, ...], skipped: S
     kept = trim(turns, last)
     if not any(turn["role"] == "user" for turn in kept):
         empty = not any((turn.get("content") or "").strip() for turn in messages)
-        skipped["empty" if empty else "no user turn"] += 1
+        asked = any(turn["role"] == "user" for turn in turns)
+        skipped["empty" if empty else "no answer" if asked else "no user turn"] += 1
         return []
     return kept
 

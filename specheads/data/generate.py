@@ -17,6 +17,7 @@ A row of the same id whose prompt or settings were others is answered again; it 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import random
 import time
@@ -144,7 +145,8 @@ def plan(
 ) -> dict[str, tuple[Prompt, Request]]:
     """Every answer to be written, by row id. The k-th answer beyond the first has ``#k`` behind the prompt's id."""
     wanted: dict[str, tuple[Prompt, Request]] = {}
-    for index, prompt in enumerate(prompts):
+    for prompt in prompts:
+        place = int(hashlib.sha256(prompt.id.encode()).hexdigest()[:8], 16)  # does not move when lines are added
         try:
             ids = prompt_ids(target.tokenizer, prompt.messages)
         except SkipRow as reason:
@@ -166,7 +168,7 @@ def plan(
                     f"prompts: two answers would be named {name!r} (answer k to a prompt is its id and #k); "
                     "rename that prompt's id"
                 )
-            temperature = temperature_of(temperatures, index, answer)
+            temperature = temperature_of(temperatures, place, answer)
             wanted[name] = (prompt, Request(name, ids, temperature, top_p, seed))
     return wanted
 

@@ -221,7 +221,7 @@ class SpeculativeDecoder(Decoder):
     def _emit(self, session: Session, tree: DraftTree, verdict: Verdict, logits: Tensor) -> tuple[Tensor, int]:
         """Emit the accepted tokens; returns how many nodes each row commits (B) and the largest such number.
 
-        The only place of a step where results come to the host. A row commits as many nodes as it emitted tokens:
+        Everything that this needs comes to the host in one read. A row commits as many nodes as it emitted tokens:
         the root and all emitted tokens but the last, so after a cut nothing behind the end is in the cache either.
 
         Raises:

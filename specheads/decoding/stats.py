@@ -20,7 +20,7 @@ class Counter:
 
     def lap(self, name: str) -> None:
         """Add the time since the last lap to ``<name>_seconds``. On an accelerator the host waits for results only
-        when it reads the verdict, so the split between the stages is that of the host."""
+        when it reads the verdict: the target's own run time is then under ``verify``."""
         now = time.perf_counter()
         setattr(self.stats, f"{name}_seconds", getattr(self.stats, f"{name}_seconds") + now - self._mark)
         self._mark = now

@@ -153,27 +153,24 @@ def verify_identical(
     max_new_tokens: int,
     *,
     names: Sequence[str] | None = None,
-    eos_ids: Sequence[int] | None = None,
-    reference: Callable[..., Any] | None = None,
     progress: Callable[..., None] | None = None,
 ) -> list[Identity]:
     """Greedy tokens of every decoder against the stock target's own, prompt by prompt (batch 1).
 
     Args:
-        target: the target in the dtype to be checked; its ``generate`` is the reference unless one is given.
+        target: the target in the dtype to be checked; its ``generate`` is the reference.
         decoders: name -> object with ``generate`` (the plain loop may be one of them).
         prompts: token ids.
         progress: called as ``progress(prompts done, prompts in all)``.
 
     Nothing is raised on a divergence: hand the result to ``raise_for_errors``.
     """
-    reference = reference or target.generate
     names = list(names) if names is not None else [str(index) for index in range(len(prompts))]
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": SamplingParams(), "eos_ids": eos_ids}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": SamplingParams(), "eos_ids": None}
     expected: list[list[int]] = []
     got: dict[str, list[list[int]]] = {name: [] for name in decoders}
     for index, prompt in enumerate(prompts):
-        expected.append(reference([list(prompt)], **options).tokens[0])
+        expected.append(target.generate([list(prompt)], **options).tokens[0])
         for name, decoder in decoders.items():
             got[name].append(decoder.generate([list(prompt)], **options).tokens[0])
         if progress:

@@ -101,7 +101,7 @@ def verdict_lines(report: BenchmarkReport) -> list[str]:
     for identity in (report.plain, *report.identities.values()):
         lines.append(identity.describe() + ".")
         lines += [f"  ERROR {one.describe()}" for one in identity.errors[:3]]
-    if any(identity.divergences for identity in (report.plain, *report.identities.values())):
+    if any(identity.near_ties for identity in (report.plain, *report.identities.values())):
         lines.append(PLAIN_WORDS)
     return lines + [f"Warning: {text}." for text in report.warnings]
 
@@ -145,8 +145,10 @@ def _short(index: int, cell: str) -> str:
     return " ".join(part.removeprefix("0") for part in cell.split(" ")) if index == 2 else cell
 
 
-def write_report(report: BenchmarkReport, folder: str | Path) -> dict[str, Path]:
+def write_report(report: BenchmarkReport, folder: str | Path, extra: dict[str, Any] | None = None) -> dict[str, Path]:
     """Write ``report.json``, ``report.md`` and two PNG pictures, each whole or not at all.
+
+    ``extra``: further keys of report.json.
 
     Returns the paths by kind: ``json``, ``markdown``, ``acceptance``, ``speed``.
 
@@ -162,7 +164,7 @@ def write_report(report: BenchmarkReport, folder: str | Path) -> dict[str, Path]
         "acceptance": folder / "acceptance_by_depth.png",
         "speed": folder / "tokens_per_s.png",
     }
-    write_json(paths["json"], report.to_json())
+    write_json(paths["json"], {**report.to_json(), **(extra or {})})
     plot_acceptance(report, paths["acceptance"])
     plot_speed(report, paths["speed"])
     write_text(paths["markdown"], markdown(report))
@@ -176,6 +178,7 @@ def _table(columns: tuple[str, ...], rows: list[list[str]]) -> str:
 
 def markdown(report: BenchmarkReport) -> str:
     """The whole report in Markdown."""
+    gpu = report.device.startswith("cuda")
     parts = [
         f"# {report.target} with {report.draft or report.default_drafter}\n",
         "\n".join(f"- {line}" for line in verdict_lines(report)) + "\n",
@@ -190,6 +193,7 @@ def markdown(report: BenchmarkReport) -> str:
         "## What the columns mean\n",
         MEANINGS,
         "## Where a step's time goes\n",
+        *(["On a GPU the host waits in the verification, so the target's run time stands there.\n"] * gpu),
         _table(
             ("drafter", "draft ms", "target ms", "verify and commit ms", "plain target step ms", "nodes", "prefill ms"),
             [_time_cells(name, row) for name, row in report.by_drafter.items()],

@@ -91,7 +91,7 @@ def _draft_cost(name: str, repeats: Sequence[DecodeStats], plain: Sequence[Decod
 
 Product = tuple[int, int, int, torch.dtype]  # [m, k] @ [k, n]
 _aten = torch.ops.aten
-_OPERANDS = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
+_OPERANDS = {_aten.mm: 0, _aten.addmm: 1, _aten.bmm: 0, _aten.baddbmm: 1}  # of every overload, ``out=`` as well
 PROBED_SHARE = 0.95  # of the operations: the many tiny products behind are left out of the probe
 
 
@@ -104,8 +104,9 @@ class ProductLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the shape, run the operation."""
-        if func in _OPERANDS:
-            left, right = args[_OPERANDS[func]], args[_OPERANDS[func] + 1]
+        place = _OPERANDS.get(func.overloadpacket)
+        if place is not None:
+            left, right = args[place], args[place + 1]
             batch = left.shape[0] if left.dim() == 3 else 1
             self.products[(left.shape[-2], left.shape[-1], right.shape[-1], left.dtype)] += batch
         return func(*args, **(kwargs or {}))
@@ -206,7 +207,15 @@ def forward_rate(target: Target, tokens: int = 512) -> float:
     ids = (torch.arange(tokens) % target.config.vocab_size)[None].to(target.device)
     best = float("inf")
     for _ in range(3):
+        _finish(target.device)
         start = time.perf_counter()
         target.forward(ids, layer_ids=(target.config.num_layers,), logits="none")
+        _finish(target.device)
         best = min(best, time.perf_counter() - start)
     return tokens / best
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for what an accelerator still has to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

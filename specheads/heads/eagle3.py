@@ -66,6 +66,7 @@ class Eagle3Head(Head):
             hidden, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim, eps, 2 * hidden
         )
         self.layer = DecoderLayer(shape)
+        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
         self.norm = RMSNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         if vocab is None:  # tensors are loaded later
@@ -126,10 +127,6 @@ class Eagle3Head(Head):
         """The draft vocabulary."""
         return DraftVocab(self.d2t, self.t2d)
 
-    def rotary(self, device: torch.device) -> Rotary:
-        """Rotary angles. Made anew: as a submodule, its fp32 table would follow the head to bf16."""
-        return Rotary(self.config.head_dim, self.config.rope_theta, self.config.rope_scaling).to(device)
-
     def feature_gains(self) -> Tensor:
         """Gains of the norms of the fused features: [layers, H]."""
         return torch.stack([norm.weight for norm in self.fc_norm])  # type: ignore[misc]
@@ -187,7 +184,7 @@ class Eagle3Head(Head):
         attention = self.layer.attention
         by_token, by_state = attention.qkv_proj.weight.chunk(2, dim=1)
         by_state = by_state.to(dtype)
-        rotary, slots = self.rotary(device), _slots(anchors, rows, width)
+        rotary, slots = self.rotary, _slots(anchors, rows, width)
 
         # what a token adds to q, k and v is the same at every step: once for all, row t holds x(t+1)
         following = torch.cat([inputs.input_ids[:, 1:], inputs.input_ids[:, :1]], dim=1).flatten()

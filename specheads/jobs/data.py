@@ -149,6 +149,9 @@ def gather_rows(recipe: Recipe, target: Target, screen: Screen) -> Rows:
     if path is not None:
         rows, skipped = read_rows(path)
         check_writer(rows, target, str(path))
+        if path.resolve() == answers_file(recipe).resolve():  # a quickstart's own: those to earlier prompts stay out
+            asked = {prompt.id for prompt in read_prompts(recipe.data.prompts)[0]}
+            rows = [row for row in rows if row.get("prompt_id", row["id"]) in asked]
         found.update((row["id"], row) for row in rows)
         report["read"] = {"file": path.name, "rows": len(rows), "skipped": dict(skipped)}
     prompts, skipped_prompts = live_prompts(recipe)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from specheads.build import Loaded, build_decoders, build_plain
@@ -121,14 +120,3 @@ def _identity(name: str, row: dict[str, Any]) -> Identity:
 def _with_infinity(one: dict[str, Any]) -> dict[str, Any]:
     """A divergence as it was before JSON, which has no infinity: a gap of None was an end too early or too late."""
     return {**one, "gap": float("inf") if one["gap"] is None else one["gap"]}
-
-
-def write(report: BenchmarkReport, folder: str | Path, extra: dict[str, Any]) -> dict[str, Path]:
-    """``write_report``, with further keys in report.json.
-
-    Raises:
-        InputError: the folder cannot be written.
-    """
-    paths = write_report(report, folder)
-    write_json(paths["json"], {**report.to_json(), **extra})
-    return paths

@@ -15,6 +15,7 @@ from specheads.heads.base import Head
 from specheads.jobs.screen import Screen
 from specheads.jobs.stages import file_digest
 from specheads.target.adapter import Target
+from specheads.utils import InputError
 
 
 def export(
@@ -45,8 +46,10 @@ def export_checkpoint(loaded: build.Loaded, format: str, out: Path, screen: Scre
     """``export`` of a checkpoint as it is stored, in its recipe's ``export.dtype``, with what was measured of it.
 
     Raises:
-        InputError: see ``export``.
+        InputError: see ``export``; or ``out`` is the checkpoint itself.
     """
+    if out.expanduser().resolve() == loaded.folder.resolve():
+        raise InputError(f"--out: {out} is the checkpoint that is exported, expected another folder; it would be lost")
     head = load_draft(loaded.folder, loaded.target.config)  # the loaded one is rounded to the target's dtype
     run, dtype = build.provenance(loaded.folder), loaded.recipe.export.dtype
     return export(head, loaded.target, format, out, screen, dtype, measured(loaded.folder, screen), run)

@@ -18,7 +18,7 @@ from specheads.data.features import stored_layers
 from specheads.data.tokenize import Encoded, encode_rows, supervised_view
 from specheads.evaluation.throughput import forward_rate
 from specheads.heads.base import Head
-from specheads.jobs.data import distilled_file, live_prompts, row_length
+from specheads.jobs.data import check_writer, distilled_file, live_prompts, row_length
 from specheads.jobs.screen import NoScreen, Screen
 from specheads.jobs.train import train
 from specheads.target.adapter import Target
@@ -32,6 +32,7 @@ TINY = {  # a dry run: everything is done, nothing takes long
     "training.minutes": "null",
     "training.epochs": "null",
     "training.max_steps": "2",
+    "training.trackers": "[]",
 }
 
 
@@ -80,6 +81,7 @@ def inspect_recipe(recipe: Recipe, screen: Screen) -> dict[str, Any]:
     with screen.stage("target"):
         target = build.build_target(recipe.target)
     encoded: list[Encoded] = []
+    check_writer(rows, target, str(path))
     if rows:
         encoded = encode_rows(
             rows,
@@ -155,16 +157,16 @@ def inspect_checkpoint(source: str, overrides: Sequence[str], screen: Screen) ->
         InputError: no checkpoint there, a damaged one, or one that does not tell enough of its target.
     """
     folder = build.checkpoint_folder(source)
-    config, tensors, *_ = read_files(folder)
+    config, tensors, module, _ = read_files(folder)
     target = build.build_target(build.recipe_beside(folder, overrides).target).config if overrides else None
     head = load_draft(folder, target)
     files = sorted(path for path in folder.iterdir() if path.is_file())
     run = build.provenance(folder)
     facts = {
         "folder": str(folder),
-        "format": config.get("format", "foreign"),
+        "format": module.NAME,
         "head": head.name,
-        "target": config.get("target", "not recorded"),
+        "target": config.get("target") or build.recorded_target(config) or "not recorded",
         "feature_layers": list(head.feature_spec.layer_ids),
         "parameters": sum(parameter.numel() for parameter in head.parameters()),
         "files_mb": {path.name: path.stat().st_size / 1e6 for path in files},

@@ -7,6 +7,7 @@ an hour on two cores at the default six minutes of training.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -20,15 +21,15 @@ from specheads.config.load import recipe_of
 from specheads.config.schema import Recipe
 from specheads.data.conversations import builtin_answers, read_prompts, read_rows
 from specheads.data.tokenize import template_hash
-from specheads.evaluation.report import print_report
+from specheads.evaluation.report import print_report, write_report
 from specheads.evaluation.throughput import forward_rate
 from specheads.hardware import dtype_name
 from specheads.jobs import evaluate as evaluation
-from specheads.jobs.data import answers_file, live_prompts, write_answers
+from specheads.jobs.data import answers_file, distilled_file, live_prompts, write_answers
 from specheads.jobs.export import export
 from specheads.jobs.screen import Screen
 from specheads.jobs.stages import Stages, clear, file_digest, fingerprint
-from specheads.jobs.train import described, keep, prepare, run_trainer
+from specheads.jobs.train import described, keep, on_cpu, prepare, run_trainer
 from specheads.target.adapter import Target
 from specheads.training.launch import check_trackers, make_accelerator
 from specheads.utils import InputError
@@ -125,15 +126,9 @@ class Quickstart:
         }
 
     def answers(self) -> dict[str, Any]:
-        """The target answers prompts: a few beside a shipped set, else as many as fit the time share.
-
-        Raises:
-            InputError: none are to be answered, and no file of answers is given.
-        """
+        """The target answers prompts: a few beside a shipped set, else as many as fit the time share."""
         chosen, _ = live_prompts(self.recipe)
         if not chosen:
-            if self.recipe.data.answers is None:
-                raise InputError("data.live_rows: got 0 without data.answers; give such a file, or set 1 or more")
             return {"rows": 0, "tokens": 0, "file": None}
         path = answers_file(self.recipe)
         seconds = ANSWER_SECONDS if self.recipe.data.live_rows is None else None
@@ -149,7 +144,8 @@ class Quickstart:
 
     def train(self, recipe: Recipe, name: str) -> dict[str, Any]:
         """Features and training, in a folder of its own for every set of inputs (an interrupted one is continued)."""
-        accelerator = make_accelerator(trackers=recipe.training.trackers, folder=self.folder / "training")
+        trackers, place = recipe.training.trackers, self.folder / "training"
+        accelerator = make_accelerator(cpu=on_cpu(recipe), trackers=trackers, folder=place)
         rows, head, sources = prepare(recipe, self.target, self.screen)
         folder = self.folder / "training" / name
         result = run_trainer(recipe, self.target, head, sources, folder, self.screen, accelerator)
@@ -188,8 +184,8 @@ class Quickstart:
         return evaluation.exact_tokens(exact, self.screen, EXACT_PROMPTS, EXACT_TOKENS)
 
 
-def run(recipe: Recipe, screen: Screen, *, fresh: bool = False) -> dict[str, Any]:
-    """The whole quickstart; JSON-able report.
+def run(recipe: Recipe, screen: Screen, *, fresh: bool = False, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The whole quickstart; JSON-able report. ``overrides``: those that the recipe came of, for the next command.
 
     Raises:
         InputError: an unusable target or tracker, a full disk, ``fresh`` over other files, tokens not the target's own.
@@ -214,11 +210,12 @@ def run(recipe: Recipe, screen: Screen, *, fresh: bool = False) -> dict[str, Any
         f"  a forward reads {pace['forward_tokens_per_s']:,.0f} tokens/s: at most {paced.data.max_tokens:,} tokens of "
         f"text; measured answers of at most {paced.evaluation.max_new_tokens} tokens"
     )
-    asked = {"prompts": _digest(recipe.data.prompts), "data": recipe.resolved()["data"]}
-    written = [answers_file(recipe)] if recipe.data.live_rows != 0 else []
-    work.stages.run("answers", {**identity, **asked}, work.answers, written)
+    given = distilled_file(recipe)
+    texts = {"prompts": _digest(recipe.data.prompts), "given": file_digest(given) if given else None}
+    written = [answers_file(recipe)] if live_prompts(recipe)[0] else []
+    work.stages.run("answers", {**identity, **texts, "data": recipe.resolved()["data"]}, work.answers, written)
     values = paced.resolved()
-    inputs = {**identity, "answers": file_digest(answers_file(recipe)), "max_tokens": pace["max_tokens"]}
+    inputs = {**identity, **texts, "answers": file_digest(answers_file(recipe)), "max_tokens": pace["max_tokens"]}
     inputs |= {name: values[name] for name in ("head", "training", "data", "seed")}
     checkpoint = folder / build.CHECKPOINT
     name, kept = fingerprint(inputs), [checkpoint / "config.json"]
@@ -230,7 +227,7 @@ def run(recipe: Recipe, screen: Screen, *, fresh: bool = False) -> dict[str, Any
     exports = [folder / "export" / name for name in recipe.export.formats]
     work.stages.run("export", card, lambda: work.export(measured["by_drafter"]), exports)
     exact = work.stages.run("fp32", settings, lambda: work.exactness(paced))
-    return finish(work, paced, trained, measured, exact, time.perf_counter() - start)
+    return finish(work, paced, trained, measured, exact, time.perf_counter() - start, overrides)
 
 
 def _with_layers(recipe: Recipe, target: Target) -> Recipe:
@@ -244,7 +241,7 @@ def _with_layers(recipe: Recipe, target: Target) -> Recipe:
 
 
 def _digest(source: str) -> str:
-    return source if source.startswith("builtin") else file_digest(source)
+    return source if source in ("builtin", "builtin-heldout") else file_digest(source)
 
 
 def _paced(recipe: Recipe, pace: dict[str, Any]) -> Recipe:
@@ -268,6 +265,7 @@ def finish(
     measured: dict[str, Any],
     exact: dict[str, Any],
     seconds: float,
+    overrides: Sequence[str],
 ) -> dict[str, Any]:
     """Table, files, the fastest drafter as the checkpoint's default, and what to type next.
 
@@ -281,22 +279,19 @@ def finish(
     build.write_record(folder, chosen, work.target)
     stages = {"ran": work.stages.ran, "reused": work.stages.reused}
     extra = {"training": trained, "fp32": exact, "stages": stages}
-    paths = evaluation.write(report, folder, extra)
+    paths = write_report(report, folder, extra)
     screen.draw(lambda console: print_report(report, console))
     least, count = min(exact["identical"].values()), exact["prompts"]
     screen.line(f"In fp32, {least:.0%} of {count} prompts have exactly the target's own tokens, by every path.")
-    screen.line(
-        f"Fastest here: {fastest}, now the default of this checkpoint ({seconds / 60:.1f} minutes in this run)."
-    )
+    screen.line(f"Fastest here: {fastest}, now the default of this checkpoint ({seconds / 60:.1f} minutes in all).")
     screen.line("Written: " + ", ".join(str(path) for path in paths.values()))
     kind, minutes = recipe.head.type, recipe.training.minutes or 6
     screen.line("Next:")
     screen.line(f"  specheads chat {folder}")
-    screen.line(f"  specheads quickstart --head {kind} --minutes {minutes * 5:g} --output {folder}{_named(recipe)}")
+    options = [f"--target {recipe.target.name}"] if recipe.target.name != "smollm2-135m" else []
+    options += [f"--set {shlex.quote(text)}" for text in overrides if not text.startswith("training.minutes=")]
+    longer = " ".join([f"specheads quickstart --head {kind} --minutes {minutes * 5:g} --output {folder}", *options])
+    screen.line(f"  {longer}")
     screen.line(f"  specheads export {folder} --format {kind} --out {folder}/export/{kind}")
     report.check()
     return {**report.to_json(), **extra}
-
-
-def _named(recipe: Recipe) -> str:
-    return "" if recipe.target.name == "smollm2-135m" else f" --target {recipe.target.name}"

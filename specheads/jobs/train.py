@@ -70,7 +70,7 @@ def train(recipe: Recipe, screen: Screen) -> dict[str, Any]:
         InputError: anything wrong with the recipe, its files, or the launch.
     """
     folder = Path(recipe.output_dir)
-    accelerator = make_accelerator(trackers=recipe.training.trackers, folder=folder)
+    accelerator = make_accelerator(cpu=on_cpu(recipe), trackers=recipe.training.trackers, folder=folder)
     if accelerator.is_main_process:
         build.settle_auto(recipe, folder)
     share_dtype_probe(accelerator)
@@ -152,6 +152,11 @@ def run_trainer(
     with screen.stage("training") as progress, tracking(accelerator, tracked(recipe)):
         trainer = build.build_trainer(recipe, target, head, *sources, accelerator, folder, Shown(progress))
         return trainer.run()
+
+
+def on_cpu(recipe: Recipe) -> bool | None:
+    """Whether the training has to stay where the target was asked to be: on the CPU. None: the launcher chooses."""
+    return True if recipe.target.device.startswith("cpu") else None
 
 
 def tracked(recipe: Recipe) -> dict[str, Any]:

@@ -51,7 +51,8 @@ def attend(
     rows, heads, nodes, head_dim = queries.shape
     kv_heads = keys.shape[1]
     folded = queries.reshape(rows, kv_heads, heads // kv_heads * nodes, head_dim)
-    return F.scaled_dot_product_attention(folded, keys, values, folded_mask, scale=scale).view(queries.shape)
+    # some GPU kernels return a transposed tensor, which no view can unfold
+    return F.scaled_dot_product_attention(folded, keys, values, folded_mask, scale=scale).reshape(queries.shape)
 
 
 @dataclass(frozen=True)

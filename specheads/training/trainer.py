@@ -65,6 +65,12 @@ class Trainer:
         callbacks: TrainCallbacks | None = None,
         extra: dict[str, Any] | None = None,
     ) -> None:
+        places = [(device.type, device.index or 0) for device in (parts.output_weight.device, accelerator.device)]
+        if places[0] != places[1]:
+            raise InputError(
+                f"target.device: the target is on {parts.output_weight.device}, the training runs on "
+                f"{accelerator.device}; leave target.device at auto, or choose the GPU with CUDA_VISIBLE_DEVICES"
+            )
         self.head = head.float().to(accelerator.device)
         self.parts = parts
         self.dataset, self.evaluation_dataset = dataset, evaluation_dataset
@@ -189,7 +195,7 @@ class Trainer:
         dataset = self.evaluation_dataset
         if dataset is None:
             return None
-        batches = evaluation_batches(dataset, self.settings.eval_rows, self.settings.rows_per_batch)
+        batches = evaluation_batches(dataset, self.settings.eval_rows, self.settings.rows_per_batch // self.world)
         totals = Totals()
         self.head.eval()
         for rows in batches[self.accelerator.process_index :: self.world]:

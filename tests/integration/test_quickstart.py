@@ -82,9 +82,9 @@ def test_everything_is_made_once(target: Path, tmp_path: Path, head: str) -> Non
         assert (tmp_path / name).stat().st_size > 0
     assert json.loads((tmp_path / "report.json").read_text())["training"]["steps"] == 4
     assert build.load_checkpoint(tmp_path / "export" / head, [f"target.name={target}"]).head.name == head
-    if head == "medusa":  # more paths than one tree takes, so that decoding may ask for more nodes
+    if head == "medusa":  # those that the held-out rows speak for, whatever one tree takes
         paths = json.loads((tmp_path / "checkpoint" / "config.json").read_text())["head_config"]["tree_paths"]
-        assert 16 <= len(paths) <= 63
+        assert 1 <= len(paths) <= 63
     card = (tmp_path / "export" / head / "README.md").read_text()
     taus = [f"{first['by_drafter'][name]['tau']:.4g}" for name in ("head", "joined")]
     assert f"| tau | {taus[0]} | {taus[1]} |" in card
@@ -138,7 +138,7 @@ def test_auto_is_what_it_was_when_the_run_began(target: Path, tmp_path: Path, mo
 
 
 def test_no_live_rows_beside_a_file_of_answers(target: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"data\.live_rows: got 0 without data\.answers"):
+    with pytest.raises(InputError, match="nothing is there to train on"):
         quickstart.run(recipe(target, tmp_path / "none", "eagle3", "data.live_rows=0"), NoScreen())
     file = tmp_path / "answers.jsonl"
     turns = [

@@ -112,6 +112,7 @@ class ScriptedDecoder:
         at_least = [steps] * self.accepted
         stats = DecodeStats([steps], [emitted], at_least, list(at_least), tree_nodes=steps * (1 + self.accepted))
         stats.target_seconds, stats.draft_seconds = steps * self.step_seconds, steps * self.step_seconds / 4
+        stats.verify_seconds, stats.prefill_seconds = steps * self.step_seconds / 8, self.step_seconds
         self.target.clock.now += self.step_seconds * (steps + 1)
         return GenerationOutput([tokens], ["length"], stats, 0.0)
 

@@ -152,7 +152,7 @@ def test_the_trackers_of_a_recipe_are_told_its_sections(
     monkeypatch.setattr("specheads.jobs.train.make_accelerator", make)
     with pytest.raises(InputError, match="enough"):
         train(wanted, NoScreen())
-    assert asked == [{"trackers": ("wandb",), "folder": tmp_path / "run"}]
+    assert asked == [{"cpu": None, "trackers": ("wandb",), "folder": tmp_path / "run"}]
     told = tracked(wanted)
     assert told["training"] == wanted.resolved()["training"]
     assert set(told) == {"target", "head", "data", "training", "evaluation", "decoding", "export"}

@@ -215,3 +215,19 @@ def test_the_git_state_tells_commit_and_changes(tmp_path: Path, monkeypatch: pyt
     changed = record.git_state()
     assert changed is not None
     assert changed["dirty"] is True
+
+
+def test_a_head_type_after_its_options_keeps_them(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file, ["head.num_heads=2", "head.type=medusa", "export.formats=[medusa]"])
+    assert (recipe.head.type, recipe.head.num_heads) == ("medusa", 2)
+
+
+def test_a_recipe_without_any_text_is_refused(recipe_file: Path) -> None:
+    assert "nothing is there to train on" in error_of(recipe_file, "data.answers=null", "data.live_rows=0")
+
+
+def test_keys_that_end_in_tokens_are_no_secret() -> None:
+    shown = record.command_line(
+        ["specheads", "train", "data.max_tokens=200", "--tokens", "64", "hub.token=abc", "--api-keys=x"]
+    )
+    assert shown == ["specheads", "train", "data.max_tokens=200", "--tokens", "64", "hub.token=***", "--api-keys=***"]

@@ -217,3 +217,14 @@ def test_an_id_of_null_is_no_id(tmp_path: Path) -> None:
     names = [prompt.id for prompt in read_prompts(path)[0]]
     assert len(set(names)) == 2
     assert "None" not in names
+
+
+def test_content_in_parts_is_refused_beside_tool_calls_too(tmp_path: Path) -> None:
+    parts = {"role": "assistant", "content": [{"type": "text", "text": "x"}], "tool_calls": [{"id": "1"}]}
+    with pytest.raises(InputError, match=r"p\.jsonl:1: the content of a assistant turn is list"):
+        read_prompts(write(tmp_path / "p.jsonl", {"messages": [*turns("U"), parts]}))
+
+
+def test_a_row_without_an_answer_is_counted_as_that(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.jsonl", {"messages": turns("U")}, {"messages": turns("S")}, {"messages": turns("UA")})
+    assert read_rows(path)[1] == Skipped({"no answer": 1, "no user turn": 1})

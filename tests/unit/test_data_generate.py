@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specheads.data.conversations import Prompt
+from specheads.data.conversations import Prompt, Skipped
 from specheads.data.engines import Answer, BatchedEngine, Request
 from specheads.data.engines.batched import draw, uniforms
-from specheads.data.generate import distill, finished_rows, temperature_of
+from specheads.data.generate import distill, finished_rows, plan, temperature_of
 from specheads.data.tokenize import prompt_ids
 from specheads.modules.kv_cache import KVCache
 from specheads.sampling import probabilities
@@ -171,7 +171,8 @@ def test_rows_say_where_they_come_from(target: Target, tmp_path: Path) -> None:
     )
     rows = {row["id"]: row for row in map(json.loads, (tmp_path / "deep" / "out.jsonl").read_text().splitlines())}
     assert sorted(rows) == ["p0", "p0#1", "p1", "p1#1", "p2", "p2#1", "p3", "p3#1"]
-    assert [rows[name]["temperature"] for name in ("p0", "p0#1", "p1", "p1#1")] == [0.0, 0.8, 0.8, 0.0]
+    pairs = [(rows[name]["temperature"], rows[f"{name}#1"]["temperature"]) for name in ("p0", "p1", "p2", "p3")]
+    assert all(set(pair) == {0.0, 0.8} for pair in pairs), "both have their turn"
     row = rows["p1#1"]
     assert row["prompt_id"] == "p1"
     assert row["prompt_ids"] == prompt_ids(target.tokenizer, some_prompts()[1].messages)
@@ -182,7 +183,7 @@ def test_rows_say_where_they_come_from(target: Target, tmp_path: Path) -> None:
     assert row["finish"] == ("stop" if row["output_ids"][-1] in target.config.eos_ids else "length")
     origin = row["provenance"]
     assert (origin["model"], origin["fingerprint"]) == (target.config.name, target.config.fingerprint)
-    assert (origin["temperature"], origin["top_p"], origin["seed"], origin["max_new_tokens"]) == (0.0, 1.0, 7, NEW)
+    assert (origin["temperature"], origin["top_p"], origin["seed"], origin["max_new_tokens"]) == (0.8, 1.0, 7, NEW)
     assert {"template", "date"} <= set(origin)
     tokens = sum(len(row["output_ids"]) for row in rows.values())
     assert (report.rows, report.tokens, report.reused) == (8, tokens, 0)
@@ -396,3 +397,21 @@ def test_a_context_without_room_is_said_before_anything_is_written(target: Targe
     with pytest.raises(InputError, match=r"none of 2 can be answered .*2 prompt longer than 1 tokens"):
         distill(target, some_prompts(2), out, max_new_tokens=NEW, max_prompt_tokens=1)
     assert not out.exists()
+
+
+def test_a_prompt_put_on_top_leaves_the_other_answers_alone(target: Target, finished: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(finished)
+    new = Prompt("new", "chat", ({"role": "user", "content": "g h"},))
+    options = {"max_new_tokens": NEW, "batch_size": 3, "answers_per_prompt": 2}
+    report = distill(target, [new, *some_prompts()], path, **options)
+    assert (report.rows, report.replaced) == (2, 0)
+    assert path.read_bytes().startswith(finished)
+
+
+def test_greedy_and_sampled_rows_mix(target: Target) -> None:
+    skipped = Skipped()
+    options = {"temperatures": (0.0, 0.8), "answers_per_prompt": 1, "answered": {}, "max_prompt_tokens": 99}
+    wanted = plan(target, some_prompts(40), **options, top_p=1.0, seed=0, skipped=skipped)
+    greedy = sum(request.temperature == 0 for _, request in wanted.values())
+    assert 12 <= greedy <= 28

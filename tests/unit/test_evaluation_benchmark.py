@@ -66,6 +66,8 @@ def test_numbers_by_hand(target: TableTarget) -> None:
     assert row.target_ms == pytest.approx(500)
     assert row.draft_ms == pytest.approx(125)
     assert row.plain_target_ms == pytest.approx(500)
+    assert row.verify_ms == pytest.approx(62.5)
+    assert row.prefill_ms == pytest.approx(500)
     assert row.nodes_per_step == 2
     assert report.warnings == []
     assert [(one.category, one.prompts, one.tokens) for one in report.rows] == [("code", 2, 18), ("math", 1, 9)]

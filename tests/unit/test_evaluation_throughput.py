@@ -53,6 +53,13 @@ def test_attention_is_counted_on_the_processor_too() -> None:
     assert training_rate(step, steps=1).flops == linear + attention
 
 
+def test_products_into_given_memory_are_probed_too() -> None:
+    a, b, out = torch.randn(16, 8), torch.randn(8, 32), torch.empty(16, 32)
+    found = training_rate(lambda: torch.mm(a, b, out=out), steps=1)
+    assert found.flops == 2 * 16 * 8 * 32
+    assert [(shape, share) for shape, share, _ in found.products] == [("16x8x32 fp32", 1.0)]
+
+
 def test_a_step_without_products_is_an_error() -> None:
     with pytest.raises(ValueError, match="no matrix product"):
         training_rate(lambda: None, steps=1)
@@ -66,5 +73,6 @@ def test_draft_costs_by_hand() -> None:
     assert cost.draft_ms == pytest.approx(200)  # a quarter of the scripted step
     assert cost.target_ms == pytest.approx(800)
     assert cost.plain_target_ms == pytest.approx(500)
-    assert cost.share == pytest.approx(200 / 500)
+    assert cost.verify_ms == pytest.approx(100)
+    assert cost.share == pytest.approx((200 + 100) / 500)
     assert draft.calls == plain.calls == 1 + 2 * 3

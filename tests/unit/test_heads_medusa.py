@@ -112,8 +112,10 @@ def test_a_fresh_heads_output_is_nearly_the_targets() -> None:
         torch.manual_seed(0)
         head = MedusaHead.build(target_config(), parts, {"layout": layout}, DRAFT_IDS)
         with torch.no_grad():
-            for parameter in head.blocks.parameters():
-                parameter.mul_(0)
+            for name, parameter in head.blocks.named_parameters():
+                assert name.endswith("bias") or not parameter.any(), name
+                if name.endswith("bias"):
+                    parameter.zero_()
         raw = torch.randn(HIDDEN)
         assert torch.allclose(plain_logits(head, parts, raw, 2), parts.lm_head(parts.norm(raw))[DRAFT_IDS], atol=1e-5)
         assert not any(parameter is parts.output_weight for parameter in head.parameters())

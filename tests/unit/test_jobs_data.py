@@ -174,3 +174,12 @@ def test_no_row_is_longer_than_the_context(tmp_path: Path) -> None:
     encoded_rows = encode(plan, small, rows, {}, NoScreen())
     assert sorted(len(row.input_ids) for row in [*encoded_rows.train, *encoded_rows.heldout]) == [15, 40]
     features(plan, small, encoded_rows, (0, 1), NoScreen())
+
+
+def test_a_quickstarts_own_answers_to_earlier_prompts_stay_out(tmp_path: Path, target: Target) -> None:
+    gather_rows(recipe(tmp_path), target, NoScreen())
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(prompts.read_text().splitlines(keepends=True)[:4]))
+    plan = recipe(tmp_path, f"data.answers={answers_file(recipe(tmp_path))}", "data.live_rows=0")
+    rows = gather_rows(plan, target, NoScreen())
+    assert sorted(row.id for row in [*rows.train, *rows.heldout]) == ["p0", "p1", "p2", "p3"]

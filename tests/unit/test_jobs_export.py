@@ -86,3 +86,12 @@ def test_weights_are_exported_as_they_are_stored(run_folder: Path, tmp_path: Pat
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert stored.keys() == written.keys()
     assert all(torch.equal(stored[name], written[name]) for name in stored)  # not rounded to the target's bf16
+
+
+def test_a_checkpoint_is_never_exported_over_itself(run_folder: Path) -> None:
+    goal = run_folder / build.CHECKPOINT
+    before = (goal / "model.safetensors").read_bytes()
+    refused = exported(run_folder, goal)
+    assert refused.exit_code == 2
+    assert "is the checkpoint that is exported" in refused.stderr
+    assert (goal / "model.safetensors").read_bytes() == before
