@@ -283,7 +283,7 @@ def finish(
     screen.draw(lambda console: print_report(report, console))
     least, count = min(exact["identical"].values()), exact["prompts"]
     screen.line(f"In fp32, {least:.0%} of {count} prompts have exactly the target's own tokens, by every path.")
-    screen.line(f"Fastest here: {fastest}, now the default of this checkpoint ({seconds / 60:.1f} minutes in all).")
+    screen.line(f"Fastest here: {fastest}, now the default of this checkpoint ({seconds / 60:.1f} minutes this time).")
     screen.line("Written: " + ", ".join(str(path) for path in paths.values()))
     kind, minutes = recipe.head.type, recipe.training.minutes or 6
     screen.line("Next:")
