@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
@@ -202,12 +203,15 @@ def _load_error(name: str, place: str, error: Exception) -> InputError:
 
 
 class _QuietProgress:
-    """No progress bars of transformers inside: the program has its own."""
+    """No progress bars of transformers and no retry lines of the hub client inside: the program has its own."""
 
     def __enter__(self) -> None:
         self.shown = transformers.utils.logging.is_progress_bar_enabled()
         transformers.utils.logging.disable_progress_bar()
+        self.level = hub_logging.get_verbosity()
+        hub_logging.set_verbosity_error()
 
     def __exit__(self, *exception: object) -> None:
+        hub_logging.set_verbosity(self.level)
         if self.shown:
             transformers.utils.logging.enable_progress_bar()
