@@ -60,6 +60,22 @@ def spread(items: Sequence[Item], limit: int | None) -> list[Item]:
     return [items[index * len(items) // count] for index in range(count)]
 
 
+def check_writable(path: Path) -> None:
+    """Try whether ``path`` could be written, leaving nothing but its folder.
+
+    Raises:
+        InputError: it is a folder, or its own folder cannot be made or written to.
+    """
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder, expected the name of a file to write; add one")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise disk_error(path, error) from error
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a whole text file, or leave the old one."""
     with atomic_path(path) as temporary:

@@ -79,6 +79,11 @@ def read_draft(
         return *module.to_native(config, tensors, target_config), folder
     except InputError as error:
         raise InputError(f"{folder}: {error}") from error
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"{folder}: {CONFIG_FILE} does not describe a draft in the format {module.NAME} ({error}); "
+            "the config is damaged, fetch or export it again"
+        ) from error
 
 
 def load_draft(
@@ -98,15 +103,15 @@ def load_draft(
     config, tensors, folder = read_draft(source, target_config)
     if target_config is not None:
         check_target(config["target"], target_config, folder)
-    if config["head"] not in heads.HEADS:
+    if not isinstance(config["head"], str) or config["head"] not in heads.HEADS:
         raise InputError(
             f"{folder}: head is {config['head']!r}, expected one of {', '.join(heads.HEADS)}; update specheads"
         )
     try:
         head = heads.HEADS[config["head"]].from_config(config["head_config"])
-    except (TypeError, KeyError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
+    except InputError:
+        raise
+    except (TypeError, KeyError, ValueError, AttributeError, RuntimeError) as error:
         raise InputError(
             f"{folder}: head_config does not describe a {config['head']} head ({error}); the config is damaged"
         ) from error

@@ -55,6 +55,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
+        marks = list(_marks(node, ())) if node is not None else []
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that no calendar has
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
@@ -65,7 +66,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
     if not isinstance(values, dict):
         raise InputError(f"recipe: {path} holds {_kind(values)}, expected sections of keys such as head: and training:")
     lines: dict[Key, int] = {}
-    for key, line in _marks(node, ()):
+    for key, line in marks:
         if key in lines:
             raise InputError(
                 f"recipe: {path}, line {line}: {'.'.join(key)} is set twice (first in line {lines[key]}); keep one"

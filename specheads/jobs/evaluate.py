@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from specheads.build import Loaded, build_decoders, build_plain
@@ -10,12 +11,12 @@ from specheads.checkpoints.io import MODEL_FILE
 from specheads.evaluation.benchmark import run_benchmark
 from specheads.evaluation.divergence import Divergence, Identity, raise_for_errors, verify_identical
 from specheads.evaluation.record import BenchmarkReport, Row
-from specheads.evaluation.report import print_report, write_report
+from specheads.evaluation.report import REPORT_FILE, print_report, write_report
 from specheads.evaluation.runs import encode_suite
 from specheads.evaluation.suites import load_suite
 from specheads.jobs.screen import Screen
 from specheads.jobs.stages import file_digest
-from specheads.utils import spread, write_json
+from specheads.utils import check_writable, spread, write_json
 
 
 def evaluate(
@@ -30,6 +31,10 @@ def evaluate(
     Raises:
         InputError: an unusable suite, a full disk, or (after everything is written) a divergence that is no near tie.
     """
+    files = [Path(folder, REPORT_FILE)] if folder else []
+    files += [Path(json_file)] if json_file not in (None, "-") else []
+    for file in files:
+        check_writable(file)  # before minutes are spent
     report = measure(loaded, screen, default=loaded.recipe.decoding.drafter)
     screen.draw(lambda console: print_report(report, console))
     if folder is not None:

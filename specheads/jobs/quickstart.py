@@ -193,11 +193,13 @@ def run(recipe: Recipe, screen: Screen, *, fresh: bool = False, overrides: Seque
     start = time.perf_counter()
     folder = Path(recipe.output_dir)
     check_trackers(recipe.training.trackers)  # before minutes are spent
-    if fresh:
-        clear(folder, MADE)
-    build.settle_auto(recipe, folder)
+    if not fresh:
+        build.settle_auto(recipe, folder)
     with screen.stage("target"):
         target = build.build_target(recipe.target)
+    if fresh:  # only now that the target is known to load
+        clear(folder, MADE)
+        build.settle_auto(recipe, folder)
     screen.line(f"  {target.describe()}")
     recipe = _with_layers(recipe, target)
     work = Quickstart(recipe, screen, target, Stages(folder, screen))

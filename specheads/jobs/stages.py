@@ -39,7 +39,10 @@ def clear(folder: Path, names: Sequence[str]) -> None:
         InputError: something is there, but nothing says that a run of ours made it.
     """
     there = [name for name in names if (folder / name).exists()]
-    ours = (folder / "run.json").is_file() or any((folder / "stages").glob("*.json"))
+    # what auto meant is written before a target is loaded, so it says nothing of what else is there
+    markers = [path for path in (folder / "stages").glob("*.json") if path.name != "auto_dtype.json"]
+    there = [name for name in there if name != "stages" or markers]
+    ours = (folder / "run.json").is_file() or bool(markers)
     if there and not ours:
         raise InputError(
             f"--fresh: {folder} holds {there[0]}, but neither run.json nor stages/*.json, so no quickstart made it; "

@@ -296,3 +296,16 @@ def test_rotary_angles_do_not_follow_the_dtype() -> None:
     rotary.to(torch.bfloat16)
     assert torch.equal(rotary.inverse, exact)
     assert rotary.to("meta").inverse.device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("head_config", None), ("head", []), ("num_blocks", "x"), ("layout", 3)],
+)
+def test_an_edited_config_is_one_line(saved: Path, field: str, value: Any) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    place = config if field in config else config["head_config"]
+    place[field] = value
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"damaged|expected"):
+        load_draft(saved)

@@ -231,3 +231,8 @@ def test_keys_that_end_in_tokens_are_no_secret() -> None:
         ["specheads", "train", "data.max_tokens=200", "--tokens", "64", "hub.token=abc", "--api-keys=x"]
     )
     assert shown == ["specheads", "train", "data.max_tokens=200", "--tokens", "64", "hub.token=***", "--api-keys=***"]
+
+
+def test_a_recipe_that_holds_itself_is_one_line(recipe_file: Path) -> None:
+    recipe_file.write_text("a: &a {b: *a}\n")
+    assert "broken YAML" in error_of(recipe_file)

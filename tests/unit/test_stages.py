@@ -107,3 +107,13 @@ def test_only_the_folder_of_a_run_is_cleared(tmp_path: Path) -> None:
     clear(tmp_path, ("stages", "data"))
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
     clear(tmp_path / "new", ("data",))
+
+
+def test_a_failed_start_gives_no_right_to_clear(tmp_path: Path) -> None:
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages" / "auto_dtype.json").write_text("{}")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.csv").write_text("precious")
+    with pytest.raises(InputError, match="no quickstart made it"):
+        clear(tmp_path, ("stages", "data"))
+    assert (tmp_path / "data" / "mine.csv").read_text() == "precious"
