@@ -46,8 +46,9 @@ def processor_name() -> str:
     return platform.processor() or platform.machine() or "unknown processor"
 
 
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
+def synchronise(device: torch.device | str) -> None:
+    """Wait for what an accelerator still has to do; call it before a clock is read."""
+    if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
@@ -66,7 +67,7 @@ def matmul_rate(
     for run in range(10_000):
         start = time.perf_counter()
         torch.nn.functional.linear(left, weight)
-        _synchronise(device)
+        synchronise(device)
         taken = time.perf_counter() - start
         total += taken
         if run > 0 or taken > seconds:  # the first run sets kernels up

@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from specheads.data.conversations import Message
 from specheads.data.tokenize import SkipRow, prompt_ids
 from specheads.evaluation import acceptance
 from specheads.evaluation.suites import SuitePrompt
+from specheads.hardware import synchronise
 from specheads.types import DecodeStats, GenerationOutput, SamplingParams
 from specheads.utils import InputError
 
@@ -141,11 +140,8 @@ def measure(
 
 def timed_call(target: Any, generate: Generate, ids: Sequence[int], max_new_tokens: int) -> Run:
     """One greedy call, wall time from prompt ids to new ids (with what an accelerator still has to finish)."""
-    cuda = torch.device(target.device).type == "cuda"
-    if cuda:
-        torch.cuda.synchronize(target.device)
+    synchronise(target.device)
     start = time.perf_counter()
     output = generate([list(ids)], max_new_tokens=max_new_tokens, sampling=SamplingParams(), eos_ids=None)
-    if cuda:
-        torch.cuda.synchronize(target.device)
+    synchronise(target.device)
     return Run(output.tokens[0], time.perf_counter() - start, output.stats)

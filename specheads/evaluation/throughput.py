@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from specheads.evaluation import acceptance
 from specheads.evaluation.runs import timed_call
-from specheads.hardware import dtype_name, matmul_rate
+from specheads.hardware import dtype_name, matmul_rate, synchronise
 from specheads.target.adapter import Target
 from specheads.types import DecodeStats
 
@@ -160,7 +160,6 @@ def training_rate(
     """
     for _ in range(warmup):
         step()
-    cuda = torch.device(device).type == "cuda"
     flops, seconds, products = 0, 0.0, Counter[Product]()
     for index in range(2 * steps):  # counted and timed steps take turns, as counting slows a step down
         if index % 2 == 0:
@@ -172,8 +171,7 @@ def training_rate(
             continue
         start = time.perf_counter()
         step()
-        if cuda:
-            torch.cuda.synchronize(device)
+        synchronise(device)
         seconds += time.perf_counter() - start
     if not products:
         raise ValueError("training step: no matrix product ran in it, there is nothing to compare")
@@ -207,15 +205,9 @@ def forward_rate(target: Target, tokens: int = 512) -> float:
     ids = (torch.arange(tokens) % target.config.vocab_size)[None].to(target.device)
     best = float("inf")
     for _ in range(3):
-        _finish(target.device)
+        synchronise(target.device)
         start = time.perf_counter()
         target.forward(ids, layer_ids=(target.config.num_layers,), logits="none")
-        _finish(target.device)
+        synchronise(target.device)
         best = min(best, time.perf_counter() - start)
     return tokens / best
-
-
-def _finish(device: torch.device) -> None:
-    """Wait for what an accelerator still has to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
