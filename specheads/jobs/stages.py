@@ -17,6 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from specheads.build import AUTO_FILE
 from specheads.jobs.screen import Screen
 from specheads.utils import InputError, write_json
 
@@ -40,7 +41,8 @@ def clear(folder: Path, names: Sequence[str]) -> None:
     """
     there = [name for name in names if (folder / name).exists()]
     # what auto meant is written before a target is loaded, so it says nothing of what else is there
-    markers = [path for path in (folder / "stages").glob("*.json") if path.name != "auto_dtype.json"]
+    auto = folder / AUTO_FILE
+    markers = [path for path in (folder / "stages").glob("*.json") if path != auto]
     there = [name for name in there if name != "stages" or markers]
     ours = (folder / "run.json").is_file() or bool(markers)
     if there and not ours:
@@ -50,6 +52,7 @@ def clear(folder: Path, names: Sequence[str]) -> None:
         )
     for name in there:
         shutil.rmtree(folder / name, ignore_errors=True)
+    auto.unlink(missing_ok=True)  # also where a failed start left nothing else
 
 
 class Stages:

@@ -117,3 +117,10 @@ def test_a_failed_start_gives_no_right_to_clear(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no quickstart made it"):
         clear(tmp_path, ("stages", "data"))
     assert (tmp_path / "data" / "mine.csv").read_text() == "precious"
+
+
+def test_what_auto_meant_in_a_failed_start_is_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages" / "auto_dtype.json").write_text("{}")
+    clear(tmp_path, ("stages", "data"))
+    assert not (tmp_path / "stages" / "auto_dtype.json").exists()
