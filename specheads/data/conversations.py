@@ -263,6 +263,11 @@ def read_rows(source: str | Path) -> tuple[list[dict[str, Any]], Skipped]:
     return rows, skipped
 
 
+def prompt_of(row: dict[str, Any]) -> str:
+    """Id of the prompt that a row answers: its ``prompt_id``, or its own id where it names none."""
+    return str(row["id"] if row.get("prompt_id") is None else row["prompt_id"])
+
+
 def digest(messages: Sequence[Any]) -> str:
     """A short stable name of a conversation, or of whatever a row holds instead."""
     return hashlib.sha256(json.dumps(list(messages), sort_keys=True).encode()).hexdigest()[:12]

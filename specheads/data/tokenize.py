@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specheads.data.conversations import Message, Skipped
+from specheads.data.conversations import Message, Skipped, prompt_of
 from specheads.data.spans import SkipRow, answer_spans, check_template, cut_ids, render, special_texts, to_ids
 from specheads.utils import InputError
 
@@ -100,7 +100,7 @@ def encode_row(
         raise SkipRow(f"no supervised token within {max_length} tokens")
     return Encoded(
         id=name,
-        prompt_id=name if row.get("prompt_id") is None else str(row["prompt_id"]),
+        prompt_id=prompt_of({"id": name, **row}),
         category=str(row.get("category", "other")),
         input_ids=kept_ids,
         loss_mask=kept_mask,

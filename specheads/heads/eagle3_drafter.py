@@ -27,7 +27,6 @@ from specheads.modules.decoder_layer import CachedLayer, Product, attend, fold_g
 from specheads.modules.kv_cache import KVCache
 from specheads.modules.norm import normed
 from specheads.modules.packed_linear import pack_linear
-from specheads.modules.rotary import Rotary
 from specheads.tree.draft_tree import DraftTree
 from specheads.tree.dynamic import DynamicTree, best_children, next_beam, rerank
 from specheads.types import FeatureSpec, FrozenParts
@@ -105,7 +104,7 @@ class Eagle3Drafter(Drafter):
         self.max_nodes = self.policy.total_nodes
         self.min_gain = min_gain
         self.cache: KVCache | None = None
-        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.rotary = head.rotary
         self._pending: tuple[Tensor, Tensor, Tensor] | None = None  # tokens B P, features B P F, counts B
 
     def start(self, tokens: Tensor, features: Tensor | None, lengths: Tensor, capacity: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.config.schema import Recipe
-from specheads.data.conversations import Prompt, builtin_answers, read_prompts, read_rows
+from specheads.data.conversations import Prompt, builtin_answers, prompt_of, read_prompts, read_rows
 from specheads.data.dataset import FeatureDataset, OnlineFeatureDataset, RowSource
 from specheads.data.features import compute_features, estimate_bytes
 from specheads.data.generate import DistillReport, distill
@@ -58,7 +58,7 @@ def write_answers(
     counted = DistillReport()
     given = distilled_file(recipe)
     elsewhere = read_rows(given)[0] if given is not None and given.resolve() != path.resolve() else []
-    answered = Counter(str(row["id"] if row.get("prompt_id") is None else row["prompt_id"]) for row in elsewhere)
+    answered = Counter(map(prompt_of, elsewhere))
     start = time.perf_counter()
     with screen.stage("answers") as progress:
 
@@ -151,7 +151,7 @@ def gather_rows(recipe: Recipe, target: Target, screen: Screen) -> Rows:
         check_writer(rows, target, str(path))
         if path.resolve() == answers_file(recipe).resolve():  # a quickstart's own: those to earlier prompts stay out
             asked = {prompt.id for prompt in read_prompts(recipe.data.prompts)[0]}
-            rows = [row for row in rows if row.get("prompt_id", row["id"]) in asked]
+            rows = [row for row in rows if prompt_of(row) in asked]
         found.update((row["id"], row) for row in rows)
         report["read"] = {"file": path.name, "rows": len(rows), "skipped": dict(skipped)}
     prompts, skipped_prompts = live_prompts(recipe)
